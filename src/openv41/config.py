@@ -1,0 +1,359 @@
+"""Configuration: one frozen dataclass per component. Report §2.1.
+
+Every class checks itself and reports all of its problems in one ConfigError. Released names of the
+keys live in io/hf_config.py; ready-made sizes in presets.py.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from openv41.errors import ConfigError
+
+Rounding = Literal["off", "fake", "exact"]
+ROUNDINGS: tuple[Rounding, ...] = ("off", "fake", "exact")
+
+
+def _below(component: object, minimum: float, names: Iterable[str]) -> list[str]:
+    """Say which of the named fields are smaller than ``minimum``."""
+    values = {name: getattr(component, name) for name in names}
+    return [f"{n} is {v}, must be at least {minimum}" for n, v in values.items() if v < minimum]
+
+
+def _raise_if(where: str, problems: list[str]) -> None:
+    if problems:
+        raise ConfigError(where, problems)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class YarnConfig:
+    """Context extension of the compressed layers' rotary frequencies."""
+
+    factor: float = 16.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    original_max_position: int = 65536
+
+    def __post_init__(self) -> None:
+        problems = _below(self, 1, ("factor", "original_max_position"))
+        if not self.beta_fast > self.beta_slow > 0:
+            problems.append(
+                f"beta_fast ({self.beta_fast}) must be above beta_slow ({self.beta_slow}), "
+                "and both above 0"
+            )
+        _raise_if("yarn", problems)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionConfig:
+    """Latent attention with one KV head, a sink and a sliding window. Report §2.3."""
+
+    num_heads: int
+    head_dim: int
+    rope_dim: int
+    q_rank: int
+    o_rank: int
+    o_groups: int
+    window_size: int
+    rope_theta: float = 10000.0
+    compress_rope_theta: float = 160000.0
+    yarn: YarnConfig = field(default_factory=YarnConfig)
+
+    def __post_init__(self) -> None:
+        counts = ("num_heads", "head_dim", "rope_dim", "q_rank", "o_rank", "o_groups")
+        problems = _below(self, 1, (*counts, "window_size", "rope_theta", "compress_rope_theta"))
+        if problems:
+            raise ConfigError("attention", problems)
+        if self.rope_dim % 2 or self.rope_dim > self.head_dim:
+            problems.append(
+                f"rope_dim is {self.rope_dim}, must be even and at most head_dim ({self.head_dim})"
+            )
+        if self.num_heads % self.o_groups:
+            problems.append(
+                f"o_groups ({self.o_groups}) must divide num_heads ({self.num_heads})"
+            )
+        _raise_if("attention", problems)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IndexerConfig:
+    """Hierarchical sparse indexer. Report §2.3.2."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    candidate_source: int
+    candidate_blocks: int
+    block_size: int
+
+    def __post_init__(self) -> None:
+        counts = ("num_heads", "head_dim", "top_k", "candidate_blocks", "block_size")
+        problems = _below(self, 1, counts) + _below(self, 0, ("candidate_source",))
+        _raise_if("indexer", problems)
+
+    @property
+    def pool_size(self) -> int:
+        """Most candidates that a Reindex layer scores per query (16,384 as released)."""
+        return self.candidate_blocks * self.block_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoeConfig:
+    """Mixture of experts with a text and an image routing bias. Report §2.1.1."""
+
+    num_experts: int
+    top_k: int
+    expert_dim: int
+    num_shared: int = 1
+    route_scale: float = 1.5
+    norm_top_k_prob: bool = True
+    swiglu_limit: float = 10.0
+    gate_temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        problems = _below(self, 1, ("num_experts", "top_k", "expert_dim"))
+        if self.top_k > self.num_experts:
+            problems.append(f"top_k is {self.top_k}, above num_experts ({self.num_experts})")
+        if self.num_shared != 1:
+            problems.append(f"num_shared is {self.num_shared}, only 1 is supported")
+        for name in ("route_scale", "swiglu_limit", "gate_temperature"):
+            if getattr(self, name) <= 0:
+                problems.append(f"{name} is {getattr(self, name)}, must be above 0")
+        _raise_if("moe", problems)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MhcConfig:
+    """Single-Pass manifold-constrained hyper-connections. Report §2.4.1."""
+
+    num_streams: int = 4
+    sinkhorn_steps: int = 20
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        problems = _below(self, 1, ("num_streams", "sinkhorn_steps"))
+        if self.eps <= 0:
+            problems.append(f"eps is {self.eps}, must be above 0")
+        _raise_if("mhc", problems)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngramConfig:
+    """Hashed n-gram memory. Report §2.4.2."""
+
+    layer_ids: tuple[int, ...]
+    num_embeddings: tuple[int, ...]  # table rows per layer of layer_ids: the sum of its primes
+    max_ngram: int = 4
+    table_size: int = 16_000_000  # primes are taken from above table_size - 1
+    num_heads: int = 8
+    head_dim: int = 256
+    pad_token_id: int = 2
+    compressed_vocab_size: int = 99092
+
+    def __post_init__(self) -> None:
+        counts = ("num_heads", "head_dim", "compressed_vocab_size")
+        problems = _below(self, 1, counts) + _below(self, 2, ("max_ngram", "table_size"))
+        problems += _below(self, 0, ("pad_token_id",))
+        if len(self.layer_ids) != len(self.num_embeddings):
+            problems.append(
+                f"num_embeddings has {len(self.num_embeddings)} entries for "
+                f"{len(self.layer_ids)} layer_ids; give one per layer"
+            )
+        if list(self.layer_ids) != sorted(set(self.layer_ids)):
+            problems.append(f"layer_ids is {self.layer_ids}, must ascend without repeats")
+        _raise_if("engram", problems)
+
+    @property
+    def num_orders(self) -> int:
+        """N-gram orders 2..max_ngram."""
+        return self.max_ngram - 1
+
+    @property
+    def num_lookups(self) -> int:
+        """Table rows read per token and layer (24 as released)."""
+        return self.num_orders * self.num_heads
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisionConfig:
+    """Vision encoder and image budget. Report §2.1.1."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    intermediate_size: int
+    patch_size: int = 14
+    rope_theta: float = 10000.0
+    downsample_ratio: int = 3
+    max_image_tokens: int = 1024
+    min_pixels: int = 295936
+    max_wh_ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        counts = ("num_layers", "hidden_size", "num_heads", "intermediate_size", "patch_size")
+        problems = _below(self, 1, (*counts, "downsample_ratio", "max_image_tokens", "min_pixels"))
+        _raise_if("vision", problems)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DsparkConfig:
+    """Speculative drafter. Report §2.4.3."""
+
+    num_stages: int
+    block_size: int
+    noise_token_id: int
+    target_layer_ids: tuple[int, ...]
+    markov_rank: int
+    num_experts: int
+    top_k: int
+
+    def __post_init__(self) -> None:
+        counts = ("num_stages", "block_size", "markov_rank", "num_experts", "top_k")
+        problems = _below(self, 1, counts)
+        if self.top_k > self.num_experts:
+            problems.append(f"top_k is {self.top_k}, above num_experts ({self.num_experts})")
+        _raise_if("dspark", problems)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """The whole model. ``vision`` and ``dspark`` are None where a model has no such part."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_position: int
+    compress_ratios: tuple[int, ...]  # per layer: main-KV entries span 0 (none), 1 or 2 tokens
+    kv_sources: tuple[int, ...]
+    index_sources: tuple[int, ...]
+    attention: AttentionConfig
+    indexer: IndexerConfig
+    moe: MoeConfig
+    mhc: MhcConfig = field(default_factory=MhcConfig)
+    engram: EngramConfig | None = None
+    vision: VisionConfig | None = None
+    dspark: DsparkConfig | None = None
+    norm_eps: float = 1e-20
+    bos_token_id: int = 0
+    eos_token_id: int = 1
+    pad_token_id: int = 2
+    image_token_id: int = 129264
+
+    def __post_init__(self) -> None:
+        problems = _below(self, 1, ("vocab_size", "hidden_size", "num_layers", "max_position"))
+        _raise_if("model", problems)
+        problems += self._layout_problems() + self._token_problems() + self._reach_problems()
+        if self.norm_eps <= 0:
+            problems.append(f"norm_eps is {self.norm_eps}, must be above 0")
+        _raise_if("model", problems)
+
+    def _layout_problems(self) -> list[str]:
+        problems = []
+        ratios = self.compress_ratios
+        if len(ratios) != self.num_layers:
+            problems.append(
+                f"compress_ratios has {len(ratios)} entries, must have num_layers "
+                f"({self.num_layers})"
+            )
+        if wrong := sorted({r for r in ratios if r not in (0, 1, 2)}):
+            problems.append(f"compress_ratios holds {wrong}, only 0, 1 and 2 are supported")
+        for name in ("kv_sources", "index_sources"):
+            ids = getattr(self, name)
+            if list(ids) != sorted(set(ids)):
+                problems.append(f"{name} is {ids}, must ascend without repeats")
+            if outside := [i for i in ids if not 0 <= i < len(ratios)]:
+                problems.append(f"{name} names layers {outside}, there are {len(ratios)}")
+        if lost := [i for i in self.kv_sources if i not in self.index_sources]:
+            problems.append(f"kv_sources {lost} are not in index_sources; every one must be")
+        return problems + ([] if problems else self._source_problems())
+
+    def _source_problems(self) -> list[str]:
+        problems, ratios = [], self.compress_ratios
+        for layer, ratio in enumerate(ratios):
+            source = max((s for s in self.kv_sources if s <= layer), default=None)
+            if ratio == 0 and layer in (*self.kv_sources, *self.index_sources):
+                problems.append(f"layer {layer} is a source but its compress ratio is 0")
+            elif ratio and source is None:
+                problems.append(f"layer {layer} has ratio {ratio} but no kv source at or below it")
+            elif ratio and source is not None and ratios[source] != ratio:
+                problems.append(
+                    f"layer {layer} has ratio {ratio}, its kv source {source} has {ratios[source]}"
+                )
+        candidate = self.indexer.candidate_source
+        if self.kv_sources and candidate not in self.kv_sources:
+            problems.append(
+                f"indexer.candidate_source is {candidate}, must be one of kv_sources "
+                f"{self.kv_sources}"
+            )
+        return problems
+
+    def _token_problems(self) -> list[str]:
+        problems = []
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = getattr(self, name)
+            if not 0 <= value < self.vocab_size:
+                problems.append(f"{name} is {value}, outside the vocabulary of {self.vocab_size}")
+        return problems
+
+    def _reach_problems(self) -> list[str]:
+        problems = []
+        if self.engram and (high := [i for i in self.engram.layer_ids if i >= self.num_layers]):
+            problems.append(f"engram.layer_ids names layers {high}, there are {self.num_layers}")
+        if self.dspark:
+            targets = self.dspark.target_layer_ids
+            if high := [i for i in targets if not 0 <= i < self.num_layers]:
+                problems.append(
+                    f"dspark.target_layer_ids names layers {high}, there are {self.num_layers}"
+                )
+        return problems
+
+    @property
+    def stream_dim(self) -> int:
+        """Width of the flattened residual streams (20,480 as released)."""
+        return self.mhc.num_streams * self.hidden_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NumericsConfig:
+    """Where the forward rounds. Report §2.4.4; the modes are listed in docs/numerics.md.
+
+    Each point is "off", "fake" (rounded value, straight-through gradient) or "exact" (through the
+    stored codes, as the released kernels compute; no gradient). ``deterministic`` makes results
+    independent of batching and chunking to the last bit.
+    """
+
+    linear_input: Rounding = "off"
+    window_kv: Rounding = "off"
+    main_kv: Rounding = "off"
+    index: Rounding = "off"
+    score_dtype: Literal["float32", "bfloat16"] = "float32"
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        problems = []
+        for name in ("linear_input", "window_kv", "main_kv", "index"):
+            if getattr(self, name) not in ROUNDINGS:
+                problems.append(f"{name} is {getattr(self, name)!r}, must be one of {ROUNDINGS}")
+        if self.score_dtype not in ("float32", "bfloat16"):
+            problems.append(f"score_dtype is {self.score_dtype!r}, must be float32 or bfloat16")
+        _raise_if("numerics", problems)
+
+
+NUMERICS: dict[str, NumericsConfig] = {
+    "f32": NumericsConfig(),
+    "f32qat": NumericsConfig(window_kv="fake", main_kv="fake", index="fake"),
+    "released": NumericsConfig(
+        linear_input="exact", window_kv="exact", main_kv="exact", index="exact"
+    ),
+}
+
+
+def as_dict(component: Any) -> dict[str, Any]:  # noqa: ANN401 -- any of the dataclasses above
+    """Nested plain dict of a config, tuples as lists, for JSON."""
+    out: dict[str, Any] = {}
+    for spec in fields(component):
+        value = getattr(component, spec.name)
+        if hasattr(value, "__dataclass_fields__"):
+            value = as_dict(value)
+        out[spec.name] = list(value) if isinstance(value, tuple) else value
+    return out

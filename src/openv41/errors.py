@@ -1,0 +1,33 @@
+"""Every error a user can cause. Internal invariants use assert instead."""
+
+from collections.abc import Sequence
+
+
+class OpenV41Error(Exception):
+    """Base class: the CLI prints these without a traceback."""
+
+
+class ConfigError(OpenV41Error, ValueError):
+    """A configuration that cannot work, with every problem listed."""
+
+    def __init__(self, where: str, problems: Sequence[str]) -> None:
+        lines = "\n".join(f"  - {p}" for p in problems)
+        super().__init__(f"{where}: {len(problems)} problem(s)\n{lines}")
+        self.where = where
+        self.problems = tuple(problems)
+
+
+class CheckpointError(OpenV41Error):
+    """A checkpoint that cannot be read or written: names the file, the tensor and the reason."""
+
+
+class InputError(OpenV41Error, ValueError):
+    """Arguments, prompts or batches that the program cannot take."""
+
+
+class DataError(OpenV41Error):
+    """Text, token shards or a tokenizer that cannot be used."""
+
+
+class KernelUnavailableError(OpenV41Error, RuntimeError):
+    """A fast kernel was required and cannot run on these inputs."""
