@@ -1,0 +1,1 @@
+"""Formats of the outside world: checkpoints, tokenizers, configurations."""

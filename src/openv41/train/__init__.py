@@ -1,0 +1,1 @@
+"""Training: data, recipe, loop."""
