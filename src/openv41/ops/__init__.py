@@ -1,0 +1,51 @@
+"""Pure tensor functions: NAME.py holds the references, NAME_triton.py their kernels."""
+
+from openv41.ops._dispatch import kernels
+from openv41.ops.compressor import pool_group, project_wide
+from openv41.ops.engram import DEAD, add_gated, engram_gate, hash_ngrams
+from openv41.ops.experts import (
+    choose_experts,
+    combine,
+    expert_weights,
+    router_scores,
+    sort_by_expert,
+)
+from openv41.ops.indexer import choose_candidates, index_scores, select_top_k
+from openv41.ops.linear import linear, quantized_linear
+from openv41.ops.mhc import mix_streams, predict_mix, update_streams
+from openv41.ops.norm import rms_norm
+from openv41.ops.rope import rope_frequencies, rope_table, rotate, yarn_frequencies
+from openv41.ops.sinkhorn import doubly_stochastic
+from openv41.ops.sparse_attention import sparse_attention
+from openv41.ops.swiglu import clamped_swiglu
+
+__all__ = [
+    "DEAD",
+    "add_gated",
+    "choose_candidates",
+    "choose_experts",
+    "clamped_swiglu",
+    "combine",
+    "doubly_stochastic",
+    "engram_gate",
+    "expert_weights",
+    "hash_ngrams",
+    "index_scores",
+    "kernels",
+    "linear",
+    "mix_streams",
+    "pool_group",
+    "predict_mix",
+    "project_wide",
+    "quantized_linear",
+    "rms_norm",
+    "rope_frequencies",
+    "rope_table",
+    "rotate",
+    "router_scores",
+    "select_top_k",
+    "sort_by_expert",
+    "sparse_attention",
+    "update_streams",
+    "yarn_frequencies",
+]

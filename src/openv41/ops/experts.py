@@ -1,0 +1,61 @@
+"""Routing and the grouped feed-forward of the experts. Report §2.1.1."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from openv41.ops._dispatch import op
+from openv41.ops.indexer import ids_of, keep_top_k
+
+
+@op
+def router_scores(
+    x: Float[Tensor, "T D"], weight: Float[Tensor, "E D"], temperature: float
+) -> Float[Tensor, "T E"]:
+    """Affinity of each token to each expert: sqrt(softplus(x W^T / temperature)).
+
+    At least float32, whatever the dtype of the input.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.softplus(F.linear(x.to(wide), weight.to(wide)) / temperature).sqrt()
+
+
+@op
+def choose_experts(
+    scores: Float[Tensor, "T E"], bias: Float[Tensor, "T E"], top_k: int
+) -> Int[Tensor, "T A"]:
+    """Choose the experts with the highest score + bias, lowest id among equals, in id order."""
+    return ids_of(keep_top_k(scores + bias, top_k), top_k)
+
+
+@op
+def expert_weights(
+    scores: Float[Tensor, "T E"], expert_ids: Int[Tensor, "T A"], *, normalise: bool, scale: float
+) -> Float[Tensor, "T A"]:
+    """Weigh the chosen experts by their raw scores (the bias only steers the choice).
+
+    Normalised to sum 1 where more than one is chosen, then scaled.
+    """
+    weights = scores.gather(1, expert_ids)
+    if normalise and expert_ids.shape[1] > 1:
+        weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
+    return weights * scale
+
+
+def sort_by_expert(
+    expert_ids: Int[Tensor, "T A"], num_experts: int
+) -> tuple[Int[Tensor, " T*A"], list[int]]:
+    """Order the (token, choice) pairs by expert, stably; and count the pairs of each expert."""
+    flat = expert_ids.flatten()
+    counts = torch.bincount(flat, minlength=num_experts)
+    return flat.argsort(stable=True), counts.tolist()
+
+
+@op
+def combine(outputs: Float[Tensor, "T*A D"], order: Int[Tensor, " T*A"], top_k: int) -> Tensor:
+    """Undo ``order`` and sum each token's experts, in at least float32: [T, D]."""
+    wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    return wide.index_select(0, place).unflatten(0, (-1, top_k)).sum(dim=1)

@@ -1,0 +1,66 @@
+"""Rotary position embedding on the last channels, with YaRN for compressed layers. Report §2.3."""
+
+import math
+
+import torch
+from jaxtyping import Complex, Float, Int
+from torch import Tensor
+
+from openv41.ops._dispatch import op
+
+
+def rope_frequencies(rope_dim: int, theta: float) -> Float[Tensor, " R/2"]:
+    """Angle per position of each channel pair: theta^(-2k / R), in float32."""
+    exponents = torch.arange(0, rope_dim, 2, dtype=torch.float32) / rope_dim
+    return 1.0 / theta**exponents
+
+
+def yarn_frequencies(
+    rope_dim: int,
+    theta: float,
+    *,
+    factor: float,
+    beta_fast: float,
+    beta_slow: float,
+    original_max_position: int,
+) -> Float[Tensor, " R/2"]:
+    """Divide slow frequencies by ``factor``, keep fast ones, blend linearly between them.
+
+    Applied at every length and without an attention factor.
+    """
+
+    def correction(rotations: float) -> float:
+        span = original_max_position / (rotations * 2 * math.pi)
+        return rope_dim * math.log(span) / (2 * math.log(theta))
+
+    low = max(math.floor(correction(beta_fast)), 0)
+    high = min(math.ceil(correction(beta_slow)), rope_dim - 1)
+    steps = torch.arange(rope_dim // 2, dtype=torch.float32)
+    ramp = ((steps - low) / max(high - low, 1e-3)).clamp(0, 1)
+    plain = rope_frequencies(rope_dim, theta)
+    return plain / factor * ramp + plain * (1 - ramp)
+
+
+def rope_table(
+    positions: Int[Tensor, " T"], frequencies: Float[Tensor, " R/2"]
+) -> Complex[Tensor, "T R/2"]:
+    """Unit complex number of each position and pair; angles are float32 products."""
+    angles = torch.outer(positions.to(torch.float32), frequencies)
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+@op
+def rotate(
+    x: Float[Tensor, "T ... C"], table: Complex[Tensor, "T R/2"], *, inverse: bool = False
+) -> Float[Tensor, "T ... C"]:
+    """Rotate the last R channels of each row, as adjacent pairs; ``inverse`` rotates back.
+
+    Computed in at least float32, rounded once to the dtype of ``x``.
+    """
+    width = 2 * table.shape[-1]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    head, tail = x.split([x.shape[-1] - width, width], dim=-1)
+    pairs = torch.view_as_complex(tail.to(wide).unflatten(-1, (-1, 2)))  # [T, ..., R/2]
+    turn = (table.conj() if inverse else table).to(pairs.dtype)
+    turned = pairs * turn.reshape(len(x), *[1] * (x.ndim - 2), -1)
+    return torch.cat([head, torch.view_as_real(turned).flatten(-2).to(x.dtype)], dim=-1)

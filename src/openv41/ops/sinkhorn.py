@@ -1,0 +1,53 @@
+"""Sinkhorn normalisation to a doubly stochastic matrix. Report §2.4.1."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from openv41.ops._dispatch import op
+
+
+@op
+def doubly_stochastic(
+    logits: Float[Tensor, "T N N"], steps: int, eps: float
+) -> Float[Tensor, "T N N"]:
+    """Alternate row and column normalisation, ``steps`` times each, ending on columns.
+
+    The first row step is a softmax plus eps; every other divides by (sum + eps). The gradient
+    walks the steps back exactly.
+    """
+    result: Tensor = _Sinkhorn.apply(logits, steps, eps)
+    return result
+
+
+class _Sinkhorn(torch.autograd.Function):
+    """Keeps only the divisors: each step is undone by multiplying with them.
+
+    Inside, tokens are the last axis, so that every sum over N is a sum of long contiguous rows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, steps: int, eps: float) -> Tensor:  # noqa: ANN401
+        soft = logits.permute(1, 2, 0).contiguous().softmax(1)  # [N, N, T]
+        mix = soft + eps
+        divisors = []
+        for step in range(2 * steps - 1):
+            divisor = mix.sum(step % 2, keepdim=True).add_(eps)
+            mix = mix.div_(divisor)
+            divisors.append(divisor)
+        ctx.save_for_backward(soft, mix, *divisors)
+        return mix.permute(2, 0, 1).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+        soft, mix, *divisors = ctx.saved_tensors
+        mix = mix.clone()
+        grad = grad.permute(1, 2, 0).contiguous()
+        for step in reversed(range(len(divisors))):
+            along = (grad * mix).sum(step % 2, keepdim=True)
+            grad = grad.sub_(along).div_(divisors[step])
+            mix = mix.mul_(divisors[step])
+        grad = soft * (grad - (grad * soft).sum(1, keepdim=True))
+        return grad.permute(2, 0, 1), None, None

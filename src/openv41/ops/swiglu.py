@@ -1,0 +1,23 @@
+"""SwiGLU with clamped inputs. Report §2.1.1."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from openv41.ops._dispatch import op
+
+
+@op
+def clamped_swiglu(
+    gate: Float[Tensor, "T F"],
+    up: Float[Tensor, "T F"],
+    limit: float,
+    weight: Float[Tensor, " T"] | None = None,
+) -> Float[Tensor, "T F"]:
+    """silu(min(gate, limit)) * clamp(up, -limit, limit) * weight, in at least float32."""
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    out = F.silu(gate.to(wide).clamp(max=limit)) * up.to(wide).clamp(-limit, limit)
+    if weight is not None:
+        out = out * weight.to(wide)[:, None]
+    return out.to(gate.dtype)
