@@ -1,0 +1,269 @@
+"""The released checkpoint, tensor by tensor: name, dtype, shape, shard, and our name for it.
+
+This table is the only place where released tensor names stand. Report §2.1.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Literal
+
+from openv41.config import DsparkConfig, EngramConfig, ModelConfig, VisionConfig
+from openv41.plan import LayerPlan, plan_layers
+
+Variant = Literal["released", "bfloat16", "float32"]
+Part = Literal["weight", "scale", "plain"]
+WeightFormat = Literal["fp8", "fp4", "fp8_rows"]
+Kind = Literal["fp8", "fp4", "fp8_rows", "bf16", "f32"]
+
+FORMATS: dict[Kind, WeightFormat] = {"fp8": "fp8", "fp4": "fp4", "fp8_rows": "fp8_rows"}
+BLOCK = 32  # quantised weights carry one scale per 32 columns (and 32 rows in "fp8")
+ITEM_BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """One tensor of a checkpoint file.
+
+    ``ours`` is the float parameter that it belongs to (a weight and its scale share it), None
+    where this package has no module for it. ``expert`` is the row of that parameter where experts
+    are stacked. ``weight_format`` is None for tensors that are stored as plain numbers.
+    """
+
+    released: str
+    dtype: str
+    shape: tuple[int, ...]
+    ours: str | None
+    expert: int | None
+    part: Part
+    weight_format: WeightFormat | None
+    shard: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Payload bytes in the file."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def stored_as(self) -> str | None:
+        """Key in the state dict of a model that holds stored codes instead of floats."""
+        if self.ours is None or self.part == "plain":
+            return self.ours
+        return self.ours.removesuffix("weight") + ("codes" if self.part == "weight" else "scales")
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """A parameter before it is laid out for a variant."""
+
+    name: str  # released, without ".weight" where the kind is quantised
+    ours: str | None
+    kind: Kind
+    shape: tuple[int, ...]
+    expert: int | None = None
+
+
+@lru_cache(maxsize=8)
+def tensor_table(config: ModelConfig, *, variant: Variant = "released") -> tuple[TensorSpec, ...]:
+    """Every tensor of a checkpoint of this model, in file order.
+
+    "bfloat16" and "float32" hold the same weights as plain numbers, without scales; what the
+    release keeps in float32 stays float32 in both.
+    """
+    return tuple(
+        spec
+        for shard, weights in enumerate(_shards(config), start=1)
+        for weight in weights
+        for spec in _lay_out(weight, variant, shard)
+    )
+
+
+def num_shards(config: ModelConfig) -> int:
+    """Number of files. Vision, drafter and Engram files exist only where the model has them."""
+    return len(_shards(config))
+
+
+def shard_name(shard: int, total: int) -> str:
+    """File name of a shard, counted from 1."""
+    return f"model-{shard:05d}-of-{total:05d}.safetensors"
+
+
+def _shards(config: ModelConfig) -> list[list[_Weight]]:
+    """Vision, embedding, one per layer, head, one per drafter stage, one per Engram table."""
+    d, v = config.hidden_size, config.vocab_size
+    shards = [list(_vision(config.vision, d))] if config.vision else []
+    shards.append([_Weight("embed.weight", "embed.weight", "bf16", (v, d))])
+    shards += [list(_layer(config, plan)) for plan in plan_layers(config)]
+    head = _Weight("head.weight", "head.weight", "bf16", (v, d))
+    shards.append([head, _Weight("norm.weight", "norm.weight", "bf16", (d,))])
+    if config.dspark:
+        stages = range(config.dspark.num_stages)
+        shards += [list(_drafter_stage(config, config.dspark, s)) for s in stages]
+    if config.engram:
+        tables = zip(config.engram.layer_ids, config.engram.num_embeddings, strict=True)
+        shards += [list(_engram(config, config.engram, layer, rows)) for layer, rows in tables]
+    return shards
+
+
+def _layer(config: ModelConfig, plan: LayerPlan) -> Iterator[_Weight]:
+    released = ours = f"layers.{plan.layer}"
+    yield from _block(config, released, ours, config.moe.num_experts)
+    if plan.is_kv_source:
+        yield from _compressor(config, released, ours, plan.ratio)
+    if plan.is_index_source:
+        yield from _indexer(config, released, ours, with_keys=plan.is_kv_source)
+
+
+def _block(config: ModelConfig, name: str, ours: str | None, experts: int) -> Iterator[_Weight]:
+    """What backbone layers and drafter stages share."""
+    d, n = config.hidden_size, config.mhc.num_streams
+    for site in ("attn", "ffn"):
+        mhc, base = _under(ours, f"{site}_mhc"), f"{name}.hc_{site}"
+        yield _Weight(f"{base}_fn", _under(mhc, "fn"), "f32", (n * (n + 2), n * d))
+        yield _Weight(f"{base}_base", _under(mhc, "base"), "f32", (n * (n + 2),))
+        yield _Weight(f"{base}_scale", _under(mhc, "scale"), "f32", (3,))
+        norm = f"{site}_norm.weight"
+        yield _Weight(f"{name}.{norm}", _under(ours, norm), "bf16", (d,))
+    yield from _attention(config, f"{name}.attn", _under(ours, "attention"))
+    yield from _moe(config, f"{name}.ffn", _under(ours, "moe"), experts)
+
+
+def _attention(config: ModelConfig, name: str, ours: str | None) -> Iterator[_Weight]:
+    a, d = config.attention, config.hidden_size
+    shapes = {
+        "wq_a": (a.q_rank, d),
+        "wq_b": (a.num_heads * a.head_dim, a.q_rank),
+        "wkv": (a.head_dim, d),
+        "wo_a": (a.o_groups * a.o_rank, a.num_heads // a.o_groups * a.head_dim),
+        "wo_b": (d, a.o_groups * a.o_rank),
+    }
+    for key, shape in shapes.items():
+        yield _Weight(f"{name}.{key}", _under(ours, f"{key}.weight"), "fp8", shape)
+    for key, width in (("q_norm", a.q_rank), ("kv_norm", a.head_dim)):
+        yield _Weight(f"{name}.{key}.weight", _under(ours, f"{key}.weight"), "bf16", (width,))
+    yield _Weight(f"{name}.attn_sink", _under(ours, "sink"), "f32", (a.num_heads,))
+
+
+def _compressor(config: ModelConfig, name: str, ours: str, ratio: int) -> Iterator[_Weight]:
+    c, d = config.attention.head_dim, config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"wkv": (c, d), "norm": (c,)}
+    if ratio > 1:
+        shapes["wgate"] = (c, d)
+    for key, shape in shapes.items():
+        leaf = f"compressor.{key}.weight"
+        yield _Weight(f"{name}.attn.{leaf}", f"{ours}.attention.{leaf}", "bf16", shape)
+
+
+def _indexer(config: ModelConfig, name: str, ours: str, *, with_keys: bool) -> Iterator[_Weight]:
+    x, a = config.indexer, config.attention
+    name, ours = f"{name}.attn.indexer", f"{ours}.attention.indexer"
+    queries = (x.num_heads * x.head_dim, a.q_rank)
+    yield _Weight(f"{name}.wq_b", f"{ours}.wq_b.weight", "fp8", queries)
+    shapes: dict[str, tuple[int, ...]] = {"weights_proj": (x.num_heads, config.hidden_size)}
+    if with_keys:
+        shapes |= {"wk": (x.head_dim, a.head_dim), "k_norm": (x.head_dim,)}
+    for key, shape in shapes.items():
+        yield _Weight(f"{name}.{key}.weight", f"{ours}.{key}.weight", "bf16", shape)
+
+
+def _moe(config: ModelConfig, name: str, ours: str | None, experts: int) -> Iterator[_Weight]:
+    d, f = config.hidden_size, config.moe.expert_dim
+    yield _Weight(f"{name}.gate.weight", _under(ours, "gate.weight"), "bf16", (experts, d))
+    for key in ("bias", "bias_vl"):
+        yield _Weight(f"{name}.gate.{key}", _under(ours, f"gate.{key}"), "f32", (experts,))
+    shapes = {"w1": (f, d), "w2": (d, f), "w3": (f, d)}
+    for key, shape in shapes.items():
+        shared = _under(ours, f"shared.{key}.weight")
+        yield _Weight(f"{name}.shared_experts.{key}", shared, "fp8", shape)
+    for expert in range(experts):
+        for key, shape in shapes.items():
+            stack = _under(ours, f"experts.{key}.weight")
+            yield _Weight(f"{name}.experts.{expert}.{key}", stack, "fp4", shape, expert)
+
+
+def _engram(config: ModelConfig, engram: EngramConfig, layer: int, rows: int) -> Iterator[_Weight]:
+    d, n, width = config.hidden_size, config.mhc.num_streams, engram.head_dim
+    name = f"layers.{layer}.engram"
+    yield _Weight(f"{name}.embed", f"{name}.table.weight", "fp8_rows", (rows, width))
+    key_value = ((n + 1) * d, engram.num_lookups * width)
+    yield _Weight(f"{name}.wkv", f"{name}.wkv.weight", "fp8", key_value)
+    for key in ("q_weight", "k_weight"):
+        yield _Weight(f"{name}.{key}", f"{name}.{key}", "bf16", (n, d))
+
+
+def _drafter_stage(config: ModelConfig, dspark: DsparkConfig, stage: int) -> Iterator[_Weight]:
+    d, rank, name = config.hidden_size, dspark.markov_rank, f"mtp.{stage}"
+    yield from _block(config, name, None, dspark.num_experts)
+    if stage == 0:
+        taps = len(dspark.target_layer_ids) * d
+        yield _Weight(f"{name}.main_proj", None, "fp8", (d, taps))
+        yield _Weight(f"{name}.main_norm.weight", None, "bf16", (d,))
+    if stage == dspark.num_stages - 1:
+        yield _Weight(f"{name}.norm.weight", None, "bf16", (d,))
+        for key in ("embed", "head"):
+            markov = (config.vocab_size, rank)
+            yield _Weight(f"{name}.markov_head.{key}.weight", None, "bf16", markov)
+        yield _Weight(f"{name}.confidence_head.proj.weight", None, "bf16", (1, d + rank))
+
+
+def _vision(vision: VisionConfig, d: int) -> Iterator[_Weight]:
+    h, f = vision.hidden_size, vision.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "vision.patch_embed.proj.weight": (h, 3 * vision.patch_size**2),
+        "vision.patch_embed.proj.bias": (h,),
+    }
+    for i in range(vision.num_layers):
+        block = f"vision.blocks.{i}"
+        shapes |= {
+            f"{block}.norm1.weight": (h,),
+            f"{block}.attn.wqkv.weight": (3 * h, h),
+            f"{block}.attn.wqkv.bias": (3 * h,),
+            f"{block}.attn.wo.weight": (h, h),
+            f"{block}.attn.wo.bias": (h,),
+            f"{block}.norm2.weight": (h,),
+            f"{block}.mlp.w1.weight": (2 * f, h),
+            f"{block}.mlp.w2.weight": (h, f),
+        }
+    shapes |= {
+        "vision.norm.weight": (h,),
+        "aligner.w1.weight": (d, h * vision.downsample_ratio**2),
+        "aligner.w1.bias": (d,),
+        "aligner.w2.weight": (d, d),
+        "aligner.w2.bias": (d,),
+    }
+    shapes |= {f"image_{mark}": (d,) for mark in ("start", "newline", "end")}
+    for name, shape in shapes.items():
+        yield _Weight(name, None, "bf16", shape)
+
+
+def _under(ours: str | None, leaf: str) -> str | None:
+    return None if ours is None else f"{ours}.{leaf}"
+
+
+def _lay_out(weight: _Weight, variant: Variant, shard: int) -> Iterator[TensorSpec]:
+    """A weight as it stands in a file: one tensor, or quantised codes and their scales."""
+
+    def spec(name: str, dtype: str, shape: tuple[int, ...], part: Part) -> TensorSpec:
+        return TensorSpec(
+            released=name,
+            dtype=dtype,
+            shape=shape,
+            ours=weight.ours,
+            expert=weight.expert,
+            part=part,
+            weight_format=FORMATS.get(kind),
+            shard=shard,
+        )
+
+    kind, shape = weight.kind, weight.shape
+    is_plain = kind not in FORMATS
+    if is_plain or variant != "released":
+        dtype = "F32" if kind == "f32" or variant == "float32" else "BF16"
+        yield spec(weight.name if is_plain else f"{weight.name}.weight", dtype, shape, "plain")
+        return
+    rows, cols = shape
+    codes = ("I8", (rows, cols // 2)) if kind == "fp4" else ("F8_E4M3", shape)
+    scale = (-(-rows // BLOCK) if kind == "fp8" else rows, -(-cols // BLOCK))
+    yield spec(f"{weight.name}.weight", *codes, "weight")
+    yield spec(f"{weight.name}.scale", "F8_E8M0", scale, "scale")
