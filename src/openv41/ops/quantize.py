@@ -224,7 +224,9 @@ def _wide(x: Tensor) -> Tensor:
 
 def _blocked(x: Tensor, size: int) -> Tensor:
     """Split the last dim into blocks, filling the last one with zeros."""
-    return pad(x, (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
+    if short := -x.shape[-1] % size:
+        x = pad(x, (0, short))
+    return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
 
 
 def _unblock(x: Tensor, width: int) -> Tensor:
@@ -302,11 +304,11 @@ class _StraightThrough(torch.autograd.Function):
     """Forward ``fake(x)``, backward the identity."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fake: Callable[[Tensor], Tensor]) -> Tensor:  # noqa: ANN401, ARG004
+    def forward(ctx: Any, x: Tensor, fake: Callable[[Tensor], Tensor]) -> Tensor:  # noqa: ANN401
         return fake(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401, ARG004
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
         return grad, None
 
 
