@@ -46,16 +46,14 @@ _EXPONENT_BITS = {
 class _Element:
     """An element format and the rule that finds its power-of-two scale."""
 
-    max: float
     mantissa_bits: int
     min_normal: float
-    max_exponent: int  # of ``max``
-    max_mantissa: int  # of ``max``, as float32 bits
+    max_exponent: int  # of the largest value
+    max_mantissa: int  # of the largest value, as float32 bits
     floor: float  # smallest block maximum of an activation
 
 
 _FP8 = _Element(
-    max=E4M3_MAX,
     mantissa_bits=3,
     min_normal=2.0**-6,
     max_exponent=8,
@@ -63,7 +61,6 @@ _FP8 = _Element(
     floor=1e-4,
 )
 _FP4 = _Element(
-    max=E2M1_MAX,
     mantissa_bits=1,
     min_normal=1.0,
     max_exponent=2,
@@ -234,12 +231,11 @@ def _unblock(x: Tensor, width: int) -> Tensor:
 
 
 def _round_element(v: Tensor, element: _Element) -> Tensor:
-    """Nearest element value, ties to even, saturating; NaN stays."""
-    v = v.clamp(-element.max, element.max)
+    """Nearest element value, ties to even, NaN stays; overwrites ``v``, which is within range."""
     integers, mask = _EXPONENT_BITS[v.dtype]
     step = (v.view(integers) & mask).view(v.dtype)  # power of two at or below |v|
     step = step.clamp_(min=element.min_normal).mul_(0.5**element.mantissa_bits)
-    return (v / step).round_().mul_(step)
+    return v.div_(step).round_().mul_(step)
 
 
 def _power_of_two(amax: Tensor, element: _Element) -> Tensor:
@@ -258,15 +254,10 @@ def _weight_scales(amax: Tensor, element: _Element) -> Tensor:
     return _power_of_two(amax.masked_fill(amax == 0, element.floor), element)
 
 
-def _scale_activation(x: Tensor, element: _Element) -> tuple[Tensor, Tensor]:
-    """Blocks of ``x`` and their E8M0 scales."""
+def _round_activation(x: Tensor, element: _Element) -> tuple[Tensor, Tensor]:
     blocks = _blocked(_wide(x), BLOCK)
     amax = blocks.abs().amax(-1, keepdim=True).clamp_(min=element.floor)
-    return blocks, _power_of_two(amax, element)
-
-
-def _round_activation(x: Tensor, element: _Element) -> tuple[Tensor, Tensor]:
-    blocks, scales = _scale_activation(x, element)
+    scales = _power_of_two(amax, element)
     return _round_element(blocks / scales.to(blocks.dtype), element), scales.squeeze(-1)
 
 
@@ -280,7 +271,8 @@ def _round_main_kv(x: Tensor) -> tuple[Tensor, Tensor]:
     blocks = _blocked(_wide(x), MAIN_KV_BLOCK)
     amax = blocks.abs().amax(-1, keepdim=True).clamp_(min=E2M1_MAX * 2.0**-9)
     scales = (amax.float() / E2M1_MAX).clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn)
-    return _round_element(blocks / scales.to(blocks.dtype), _FP4), scales.squeeze(-1)
+    v = (blocks / scales.to(blocks.dtype)).clamp_(-E2M1_MAX, E2M1_MAX)
+    return _round_element(v, _FP4), scales.squeeze(-1)
 
 
 def _rescale(elements: Tensor, scales: Tensor, size: int, dtype: torch.dtype) -> Tensor:
