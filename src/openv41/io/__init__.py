@@ -1,1 +1,1 @@
-"""Formats of the outside world: checkpoints, tokenizers, configurations."""
+"""Outside formats: configuration, checkpoints, tokenizers."""

@@ -1,1 +1,1 @@
-"""Training: data, recipe, loop."""
+"""Training: data, optimisation, checkpoints, metrics."""

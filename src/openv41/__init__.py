@@ -1,0 +1,1 @@
+"""Independent PyTorch implementation of the DeepSeek-V4.1-Flash system."""

@@ -1,0 +1,60 @@
+"""Entry point: one line per command; each command lives in its own file."""
+
+from importlib.metadata import version
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from openv41.cli.ui import show_error, show_line
+from openv41.cli.where import where
+from openv41.errors import OpenV41Error
+
+
+class Commands(TyperGroup):
+    """Our own errors become one plain message and exit status 2; anything else is a bug."""
+
+    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 -- click's own signature
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except OpenV41Error as error:
+            show_error(str(error))
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            show_error("interrupted")
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> bool:
+    if wanted:
+        show_line(version("openv41"))
+        raise typer.Exit
+    return wanted
+
+
+@app.callback()
+def _root(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Independent implementation of the DeepSeek-V4.1-Flash system."""
+
+
+app.command()(where)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

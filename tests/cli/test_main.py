@@ -1,0 +1,66 @@
+"""The command line's own behaviour: errors, exit codes, output streams."""
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from openv41.cli.main import Commands, app
+from openv41.errors import InputError
+
+
+def run(*args):
+    return CliRunner().invoke(app, args)
+
+
+def failing_app(error):
+    broken = typer.Typer(cls=Commands)
+
+    @broken.callback()
+    def root():
+        pass
+
+    @broken.command()
+    def fail():
+        raise error
+
+    return broken
+
+
+def test_user_error_is_one_plain_line_on_stderr_and_status_2():
+    result = CliRunner().invoke(failing_app(InputError("shape [t, h] is odd")), ["fail"])
+    assert result.exit_code == 2
+    assert result.stderr == "error: shape [t, h] is odd\n"
+    assert result.stdout == ""
+
+
+def test_interrupt_is_one_line_and_status_130():
+    result = CliRunner().invoke(failing_app(KeyboardInterrupt()), ["fail"])
+    assert result.exit_code == 130
+    assert result.stderr == "error: interrupted\n"
+
+
+def test_a_bug_keeps_its_traceback():
+    result = CliRunner().invoke(failing_app(ZeroDivisionError("bug")), ["fail"])
+    assert isinstance(result.exception, ZeroDivisionError)
+
+
+def test_version_is_that_of_the_package():
+    assert run("--version").stdout.strip() == "0.1.0"
+
+
+def test_where_prints_file_line_and_summary():
+    result = run("where", "2.2")
+    assert result.exit_code == 0
+    assert "§2.2  src/openv41/plan.py:1  The layer plan" in result.stdout
+
+
+def test_where_includes_the_sections_below():
+    lines = run("where", "2.3").stdout.splitlines()
+    assert {line.split()[0] for line in lines} >= {"§2.3", "§2.3.1", "§2.3.2"}
+
+
+@pytest.mark.parametrize("section", ["9", "2.3.9", "x"])
+def test_where_names_the_known_sections(section):
+    result = run("where", section)
+    assert result.exit_code == 2
+    assert f"no section '{section}' here; known are 2.1, 2.1.1" in result.stderr
