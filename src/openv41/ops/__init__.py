@@ -1,7 +1,7 @@
 """Pure tensor functions: NAME.py holds the references, NAME_triton.py their kernels."""
 
 from openv41.ops._dispatch import kernels
-from openv41.ops.compressor import pool_group, project_wide
+from openv41.ops.compressor import pool_group
 from openv41.ops.engram import DEAD, add_gated, engram_gate, hash_ngrams
 from openv41.ops.experts import (
     choose_experts,
@@ -36,7 +36,6 @@ __all__ = [
     "mix_streams",
     "pool_group",
     "predict_mix",
-    "project_wide",
     "quantized_linear",
     "rms_norm",
     "rope_frequencies",

@@ -1,6 +1,5 @@
 """Main-KV compression: tokens of a group pooled per channel. Report §2.3, Eq. (1)."""
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -13,10 +12,3 @@ def pool_group(
 ) -> Float[Tensor, "M C"]:
     """Average the tokens of each group with a softmax over the tokens, channel by channel."""
     return (kv * gate.softmax(dim=1)).sum(dim=1)
-
-
-@op
-def project_wide(x: Float[Tensor, "T D"], weight: Float[Tensor, "C D"]) -> Float[Tensor, "T C"]:
-    """Linear map in at least float32, whatever the dtype of input and weight."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return x.to(wide) @ weight.to(wide).T

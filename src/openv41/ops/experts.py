@@ -7,18 +7,24 @@ from torch.nn import functional as F  # noqa: N812
 
 from openv41.ops._dispatch import op
 from openv41.ops.indexer import ids_of, keep_top_k
+from openv41.ops.linear import linear
 
 
 @op
 def router_scores(
-    x: Float[Tensor, "T D"], weight: Float[Tensor, "E D"], temperature: float
+    x: Float[Tensor, "T D"],
+    weight: Float[Tensor, "E D"],
+    temperature: float,
+    *,
+    deterministic: bool = False,
 ) -> Float[Tensor, "T E"]:
     """Affinity of each token to each expert: sqrt(softplus(x W^T / temperature)).
 
     At least float32, whatever the dtype of the input.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    return F.softplus(F.linear(x.to(wide), weight.to(wide)) / temperature).sqrt()
+    logits = linear(x.to(wide), weight, deterministic=deterministic)
+    return F.softplus(logits / temperature).sqrt()
 
 
 @op

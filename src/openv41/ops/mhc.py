@@ -5,6 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from openv41.ops._dispatch import op
+from openv41.ops.linear import linear
 from openv41.ops.sinkhorn import doubly_stochastic
 
 
@@ -18,6 +19,7 @@ def predict_mix(
     steps: int,
     eps: float,
     norm_eps: float,
+    deterministic: bool = False,
 ) -> tuple[Float[Tensor, "T N"], Float[Tensor, "T N N"], Float[Tensor, "T N"]]:
     """Predict A, B, C of Eq. (6) from the streams: (A, B, C) = H(X).
 
@@ -27,7 +29,7 @@ def predict_mix(
     num = x.shape[1]
     flat = x.flatten(1).to(torch.promote_types(x.dtype, torch.float32))
     inverse = torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
-    mixes = (flat @ fn.to(flat.dtype).T) * inverse  # [T, N*(N+2)]
+    mixes = linear(flat, fn, deterministic=deterministic) * inverse  # [T, N*(N+2)]
     return coefficients(mixes, base, scale, num, steps=steps, eps=eps)
 
 

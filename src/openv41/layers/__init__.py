@@ -1,0 +1,1 @@
+"""One nn.Module file per report component. Report §2.1."""

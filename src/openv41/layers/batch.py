@@ -1,0 +1,97 @@
+"""The packed batch: tokens of many requests, or documents, in one row. Report §2.2.
+
+A request is addressed by absolute position. Documents packed for training are requests that start
+at position 0, so that windows, groups, entries and n-grams restart with each of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from openv41.errors import InputError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """New tokens of each request, one request after the other.
+
+    ``requests`` are the store's ids, ``starts`` the absolute position of each request's first new
+    token, ``counts`` how many new tokens it brings (0 is allowed).
+    """
+
+    token_ids: Int[Tensor, " T"]
+    requests: tuple[int, ...]
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.requests) == len(self.starts) == len(self.counts):
+            raise InputError(
+                f"batch: {len(self.requests)} requests, {len(self.starts)} starts and "
+                f"{len(self.counts)} counts; give one of each per request"
+            )
+        if len(set(self.requests)) != len(self.requests):
+            raise InputError(f"batch: requests {self.requests} hold one twice")
+        if min(self.starts, default=0) < 0 or min(self.counts, default=0) < 0:
+            raise InputError(f"batch: starts {self.starts} and counts {self.counts} must be >= 0")
+        if sum(self.counts) != len(self.token_ids):
+            raise InputError(
+                f"batch: counts sum to {sum(self.counts)}, there are {len(self.token_ids)} tokens"
+            )
+
+    @classmethod
+    def from_documents(
+        cls, documents: Sequence[Sequence[int]], device: torch.device | str = "cpu"
+    ) -> "Batch":
+        """Pack whole documents; each starts at position 0."""
+        ids = [token for document in documents for token in document]
+        return cls.packed(torch.tensor(ids, dtype=torch.int64, device=device), _lengths(documents))
+
+    @classmethod
+    def packed(cls, token_ids: Int[Tensor, " T"], lengths: Sequence[int]) -> "Batch":
+        """Describe an already packed row of documents by their lengths."""
+        num = len(lengths)
+        return cls(token_ids, tuple(range(num)), (0,) * num, tuple(lengths))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tokens are."""
+        return self.token_ids.device
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Absolute position behind each request's last new token."""
+        return tuple(s + n for s, n in zip(self.starts, self.counts, strict=True))
+
+    @cached_property
+    def request_rows(self) -> Int[Tensor, " T"]:
+        """Which request (its place in ``requests``) each token belongs to."""
+        return self.per_token(range(len(self.requests)))
+
+    @cached_property
+    def positions(self) -> Int[Tensor, " T"]:
+        """Absolute position of each token in its request."""
+        first_rows = [0, *accumulate(self.counts)][:-1]
+        shift = [s - r for s, r in zip(self.starts, first_rows, strict=True)]
+        return torch.arange(len(self.token_ids), device=self.device) + self.per_token(shift)
+
+    def per_token(self, per_request: Sequence[int] | range) -> Int[Tensor, " T"]:
+        """Repeat one number per request for each of its tokens."""
+        values = torch.tensor(list(per_request), dtype=torch.int64)
+        counts = torch.tensor(self.counts, dtype=torch.int64)
+        return values.repeat_interleave(counts).to(self.device)
+
+    @cached_property
+    def last_rows(self) -> Int[Tensor, " B"]:
+        """Row of each request's last new token (requests without new tokens are left out)."""
+        rows = [total - 1 for total, n in zip(accumulate(self.counts), self.counts, strict=True) if n]
+        return torch.tensor(rows, dtype=torch.int64, device=self.device)
+
+
+def _lengths(documents: Sequence[Sequence[int]]) -> list[int]:
+    return [len(document) for document in documents]

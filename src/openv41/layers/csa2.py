@@ -1,0 +1,146 @@
+"""CSA2: compressed sparse attention whose KV and selections are shared by layers. Report §2.3.1.
+
+Full layers compress their input into main KV, Reindex layers choose entries anew, Reuse layers
+take the latest choice; every layer has its own sliding window.
+"""
+
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from openv41 import ops
+from openv41.config import ModelConfig, NumericsConfig
+from openv41.layers.context import ForwardContext
+from openv41.layers.hierarchical_indexer import HierarchicalIndexer
+from openv41.layers.islands import Float32Islands, island_dtype
+from openv41.layers.quantized_linear import Linear, QuantizedLinear, RMSNorm
+from openv41.layers.rounding import round_main_kv, round_window_kv
+from openv41.layers.store import Slot
+from openv41.plan import LayerPlan
+
+
+class Compressor(nn.Module):
+    """Normed latents of complete groups of tokens. Report §2.2, Eq. (1).
+
+    Ratio 2 pools two tokens channel by channel, in float32; ratio 1 has no gate and no pooling.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        plan: LayerPlan,
+        numerics: NumericsConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        made = {"device": device, "dtype": dtype}
+        dim, width = config.hidden_size, config.attention.head_dim
+        self.plan, self.numerics = plan, numerics
+        self.wkv = Linear(dim, width, numerics, **made)
+        if plan.ratio > 1:
+            self.wgate = Linear(dim, width, numerics, **made)
+        self.norm = RMSNorm(width, config.norm_eps, **made)
+
+    def forward(self, x: Float[Tensor, "T D"], ctx: ForwardContext) -> Float[Tensor, "M C"]:
+        """Compress the groups that this batch completes; the rest waits in the store."""
+        if self.plan.ratio == 1:
+            return self.norm(self.wkv(x))
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        projected = torch.cat([self.wkv(wide), self.wgate(wide)], dim=-1)  # [T, 2C]
+        rows = ctx.with_pending(Slot("pending", self.plan.layer), projected)
+        members = rows[ctx.entries(self.plan.ratio).member_rows]  # [M, ratio, 2C]
+        pooled = ops.pool_group(*members.chunk(2, dim=-1))
+        return self.norm(pooled.to(x.dtype))
+
+
+class CSA2Attention(Float32Islands):
+    """One attention sub-layer: queries over window KV, selected main KV and the sink."""
+
+    islands: ClassVar[tuple[str, ...]] = ("sink",)
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        plan: LayerPlan,
+        numerics: NumericsConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        made = {"device": device, "dtype": dtype}
+        attn, dim = config.attention, config.hidden_size
+        self.attn, self.plan, self.numerics = attn, plan, numerics
+        width = attn.num_heads * attn.head_dim
+        grouped = attn.o_groups * attn.o_rank
+        self.wq_a = QuantizedLinear(dim, attn.q_rank, numerics, **made)
+        self.q_norm = RMSNorm(attn.q_rank, config.norm_eps, **made)
+        self.wq_b = QuantizedLinear(attn.q_rank, width, numerics, **made)
+        self.wkv = QuantizedLinear(dim, attn.head_dim, numerics, **made)
+        self.kv_norm = RMSNorm(attn.head_dim, config.norm_eps, **made)
+        self.wo_a = QuantizedLinear(width // attn.o_groups, grouped, numerics, **made)
+        self.wo_b = QuantizedLinear(grouped, dim, numerics, **made)
+        self.sink = nn.Parameter(
+            torch.empty(attn.num_heads, device=device, dtype=island_dtype(dtype))
+        )
+        if plan.is_kv_source:
+            self.compressor = Compressor(config, plan, numerics, **made)
+        if plan.is_index_source:
+            self.indexer = HierarchicalIndexer(config, plan, numerics, **made)
+
+    def forward(self, x: Float[Tensor, "T D"], ctx: ForwardContext) -> Float[Tensor, "T D"]:
+        """Attend for every token of the batch."""
+        plan, rope = self.plan, ctx.rope(self.plan.ratio)
+        q_latent = self.q_norm(self.wq_a(x))
+        q = ops.rotate(self.wq_b(q_latent).unflatten(-1, (self.attn.num_heads, -1)), rope)
+        window_kv = self._window_kv(x, ctx)
+        if plan.is_kv_source:
+            self._publish_main_kv(x, ctx)
+        if plan.is_index_source:
+            ctx.selected[plan.layer] = self.indexer(x, q_latent, ctx)
+        if plan.ratio:
+            main_kv = ctx.main_kv[plan.kv_source]
+            main_rows = ctx.context_rows(plan.ratio, ctx.selected[plan.index_source])
+        else:
+            main_kv, main_rows = window_kv[:0], ctx.window_rows[:, :0]
+        scale = self.attn.head_dim**-0.5
+        out = ops.sparse_attention(
+            q, window_kv, ctx.window_rows, main_kv, main_rows, self.sink, scale
+        )
+        return self._project_out(ops.rotate(out, rope, inverse=True))
+
+    def _window_kv(self, x: Tensor, ctx: ForwardContext) -> Float[Tensor, "S C"]:
+        kv = ops.rotate(self.kv_norm(self.wkv(x)), ctx.rope(self.plan.ratio))
+        kv = ctx.observe(
+            f"layers.{self.plan.layer}.window_kv", round_window_kv(kv, self.numerics)
+        )
+        return ctx.extend(
+            Slot("window", self.plan.layer), kv, reach=self.attn.window_size
+        )
+
+    def _publish_main_kv(self, x: Tensor, ctx: ForwardContext) -> None:
+        """Compress, then make index keys (before rotation and rounding) and main KV."""
+        layer, ratio = self.plan.layer, self.plan.ratio
+        rope = ctx.rope(ratio, of_entries=True)
+        latent = self.compressor(x, ctx)
+        keys = self.indexer.keys(latent, rope)
+        entries = round_main_kv(ops.rotate(latent, rope), self.numerics)
+        main = ctx.extend_entries(Slot("main", layer), ratio, entries)
+        index = ctx.extend_entries(Slot("index", layer), ratio, keys)
+        ctx.main_kv[layer] = ctx.observe(f"layers.{layer}.main_kv", main)
+        ctx.index_keys[layer] = ctx.observe(f"layers.{layer}.index_k", index)
+
+    def _project_out(self, out: Float[Tensor, "T H C"]) -> Float[Tensor, "T D"]:
+        """Two-step output projection; the first is grouped by heads and its input not rounded."""
+        groups = self.attn.o_groups
+        inputs = out.flatten(1).unflatten(1, (groups, -1))  # [T, G, H/G*C]
+        weight = self.wo_a.value(out.dtype).to(out.dtype).unflatten(0, (groups, -1))
+        parts = [
+            ops.linear(inputs[:, g], weight[g], deterministic=self.numerics.deterministic)
+            for g in range(groups)
+        ]
+        return self.wo_b(torch.cat(parts, dim=-1))

@@ -1,0 +1,64 @@
+"""Engram: a gated n-gram memory added to every residual stream. Report §2.4.2."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from openv41 import ops
+from openv41.config import EngramConfig, ModelConfig, NumericsConfig
+from openv41.layers.context import ForwardContext
+from openv41.layers.quantized_linear import QuantizedLinear, QuantizedTable
+from openv41.ngram_hash_constants import hash_constants
+
+
+class Engram(nn.Module):
+    """Memory of one layer, applied at its very start, before mixing coefficients are predicted."""
+
+    multipliers: Tensor
+    primes: Tensor
+    offsets: Tensor
+
+    def __init__(
+        self,
+        layer: int,
+        config: ModelConfig,
+        engram: EngramConfig,
+        numerics: NumericsConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        made = {"device": device, "dtype": dtype}
+        self.layer, self.norm_eps = layer, config.norm_eps
+        streams, dim = config.mhc.num_streams, config.hidden_size
+        place = engram.layer_ids.index(layer)
+        self.table = QuantizedTable(
+            engram.num_embeddings[place], engram.head_dim, weight_format="fp8_rows", **made
+        )
+        width = engram.num_lookups * engram.head_dim
+        self.wkv = QuantizedLinear(width, (streams + 1) * dim, numerics, **made)
+        self.q_weight = nn.Parameter(torch.empty(streams, dim, **made))
+        self.k_weight = nn.Parameter(torch.empty(streams, dim, **made))
+        constants = hash_constants(engram)[place]
+        if torch.device(device or "cpu").type == "meta":
+            device = None  # the constants are derived, not loaded: always real
+        for name in ("multipliers", "primes", "offsets"):
+            values = torch.tensor(getattr(constants, name), dtype=torch.int64, device=device)
+            self.register_buffer(name, values, persistent=False)
+
+    def forward(self, x: Float[Tensor, "T N D"], ctx: ForwardContext) -> Float[Tensor, "T N D"]:
+        """Look up the n-grams that end at each token and add them; image rows pass unchanged."""
+        assert ctx.recent_ids is not None, "the model must set recent_ids before its layers"
+        rows = ops.hash_ngrams(
+            ctx.recent_ids, self.multipliers, self.primes, self.offsets, ctx.pad_id
+        )
+        rows = ctx.observe(f"layers.{self.layer}.engram_hash_ids", rows)
+        found = self.table(rows, x.dtype).flatten(1)
+        keys, value = self.wkv(found).split([x.shape[1] * x.shape[2], x.shape[2]], dim=-1)
+        keys = keys.unflatten(-1, x.shape[1:])
+        gate = ops.engram_gate(x, keys, self.q_weight, self.k_weight, self.norm_eps)
+        if ctx.is_image is not None:
+            gate = gate.masked_fill(ctx.is_image[:, None], 0)
+        gate = ctx.observe(f"layers.{self.layer}.engram_gate", gate)
+        return ops.add_gated(x, gate, value)

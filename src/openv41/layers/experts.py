@@ -1,0 +1,165 @@
+"""Mixture of experts with one routing bias for text and one for images. Report §2.1.1."""
+
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from openv41 import ops
+from openv41.config import MoeConfig, NumericsConfig
+from openv41.layers.context import ForwardContext
+from openv41.layers.islands import Float32Islands, island_dtype
+from openv41.layers.quantized_linear import QuantizedLinear, QuantizedWeight
+
+
+class Gate(Float32Islands):
+    """Router: raw scores, and the biases that steer the choice of experts."""
+
+    islands: ClassVar[tuple[str, ...]] = ("bias", "bias_vl")
+
+    def __init__(
+        self,
+        dim: int,
+        moe: MoeConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num, wide = moe.num_experts, island_dtype(dtype)
+        self.weight = nn.Parameter(torch.empty(num, dim, device=device, dtype=dtype))
+        self.bias = nn.Parameter(
+            torch.empty(num, device=device, dtype=wide), requires_grad=False
+        )
+        self.bias_vl = nn.Parameter(
+            torch.empty(num, device=device, dtype=wide), requires_grad=False
+        )
+
+
+class RoutedExperts(nn.Module):
+    """The feed-forward weights of all experts, stacked: w1 gate, w3 up, w2 down."""
+
+    def __init__(
+        self,
+        dim: int,
+        moe: MoeConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num, width = moe.num_experts, moe.expert_dim
+        made = {"weight_format": "fp4", "device": device, "dtype": dtype}
+        self.w1 = QuantizedWeight(num, width, dim, **made)
+        self.w3 = QuantizedWeight(num, width, dim, **made)
+        self.w2 = QuantizedWeight(num, dim, width, **made)
+
+
+class SharedExpert(nn.Module):
+    """The expert that every token takes, unweighted and unscaled."""
+
+    def __init__(
+        self,
+        dim: int,
+        moe: MoeConfig,
+        numerics: NumericsConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        made = {"device": device, "dtype": dtype}
+        self.limit = moe.swiglu_limit
+        self.w1 = QuantizedLinear(dim, moe.expert_dim, numerics, **made)
+        self.w3 = QuantizedLinear(dim, moe.expert_dim, numerics, **made)
+        self.w2 = QuantizedLinear(moe.expert_dim, dim, numerics, **made)
+
+    def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
+        """Apply the clamped SwiGLU."""
+        return self.w2(ops.clamped_swiglu(self.w1(x), self.w3(x), self.limit))
+
+
+class MixtureOfExperts(nn.Module):
+    """One feed-forward sub-layer: routed experts plus the shared one."""
+
+    def __init__(
+        self,
+        layer: int,
+        dim: int,
+        moe: MoeConfig,
+        numerics: NumericsConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        made = {"device": device, "dtype": dtype}
+        self.layer, self.moe, self.numerics = layer, moe, numerics
+        self.gate = Gate(dim, moe, **made)
+        self.experts = RoutedExperts(dim, moe, **made)
+        self.shared = SharedExpert(dim, moe, numerics, **made)
+
+    def forward(self, x: Float[Tensor, "T D"], ctx: ForwardContext) -> Float[Tensor, "T D"]:
+        """Route every token, run its experts, add the shared expert in float32, round once."""
+        expert_ids, weights = self._route(x, ctx)
+        routed = self._run_experts(x, expert_ids, weights)
+        return (routed + self.shared(x)).to(x.dtype)
+
+    def _route(
+        self, x: Tensor, ctx: ForwardContext
+    ) -> tuple[Int[Tensor, "T A"], Float[Tensor, "T A"]]:
+        gate, moe = self.gate, self.moe
+        scores = ops.router_scores(
+            x, gate.weight, moe.gate_temperature, deterministic=self.numerics.deterministic
+        )
+        bias = gate.bias.expand_as(scores)
+        if ctx.is_image is not None:
+            bias = torch.where(ctx.is_image[:, None], gate.bias_vl, bias)
+        chosen = ops.choose_experts(scores.detach(), bias, moe.top_k)
+        chosen = ctx.observe(f"layers.{self.layer}.expert_ids", chosen).long()
+        ctx.expert_counts[self.layer] = _count(chosen, ctx.is_image, moe.num_experts)
+        weights = ops.expert_weights(
+            scores, chosen, normalise=moe.norm_top_k_prob, scale=moe.route_scale
+        )
+        return chosen, ctx.observe(f"layers.{self.layer}.expert_weights", weights)
+
+    def _run_experts(
+        self, x: Float[Tensor, "T D"], expert_ids: Int[Tensor, "T A"], weights: Tensor
+    ) -> Float[Tensor, "T D"]:
+        """Sum of the chosen experts' weighted outputs, at least float32."""
+        order, counts = ops.sort_by_expert(expert_ids, self.moe.num_experts)
+        inputs = x.index_select(0, order // self.moe.top_k).split(counts)
+        shares = weights.flatten()[order].split(counts)
+        stacks = [
+            w.value(x.dtype).unbind(0)
+            for w in (self.experts.w1, self.experts.w3, self.experts.w2)
+        ]
+        outputs = [
+            self._expert(rows, share, *ws)
+            for rows, share, *ws in zip(inputs, shares, *stacks, strict=True)
+            if len(rows)
+        ]
+        joined = torch.cat(outputs) if outputs else x.new_zeros(0, x.shape[1])
+        return ops.combine(joined, order, self.moe.top_k)
+
+    def _expert(self, x: Tensor, share: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
+        def product(rows: Tensor, weight: Tensor) -> Tensor:
+            return ops.quantized_linear(
+                rows,
+                weight,
+                self.numerics.linear_input,
+                deterministic=self.numerics.deterministic,
+            )
+
+        hidden = ops.clamped_swiglu(product(x, w1), product(x, w3), self.moe.swiglu_limit, share)
+        return product(hidden, w2)
+
+
+def _count(chosen: Tensor, is_image: Tensor | None, num_experts: int) -> Int[Tensor, "2 E"]:
+    """How many text and image tokens each expert got."""
+    kind = torch.zeros(len(chosen), 1, dtype=torch.int64, device=chosen.device)
+    if is_image is not None:
+        kind = is_image[:, None].long()
+    flat = (chosen + kind * num_experts).flatten()
+    return torch.bincount(flat, minlength=2 * num_experts).view(2, -1)

@@ -1,0 +1,122 @@
+"""The indexer: which main-KV entries a query reads. Report §2.3.1, §2.3.2.
+
+The first Full decoder layer scores everything and keeps a pool of the best blocks; Reindex layers
+choose from that pool.
+"""
+
+import torch
+from jaxtyping import Complex, Float, Int
+from torch import Tensor, nn
+
+from openv41 import ops
+from openv41.config import ModelConfig, NumericsConfig
+from openv41.layers.context import ForwardContext
+from openv41.layers.geometry import Segment
+from openv41.layers.quantized_linear import Linear, QuantizedLinear, RMSNorm
+from openv41.layers.rounding import round_index
+from openv41.plan import LayerPlan
+
+
+class HierarchicalIndexer(nn.Module):
+    """Index queries and weights of a Full or Reindex layer; index keys of a Full layer."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        plan: LayerPlan,
+        numerics: NumericsConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.indexer, self.plan, self.numerics = config.indexer, plan, numerics
+        heads, dim = self.indexer.num_heads, self.indexer.head_dim
+        made = {"device": device, "dtype": dtype}
+        self.wq_b = QuantizedLinear(config.attention.q_rank, heads * dim, numerics, **made)
+        self.weights_proj = Linear(config.hidden_size, heads, numerics, **made)
+        if plan.is_kv_source:
+            self.wk = Linear(config.attention.head_dim, dim, numerics, **made)
+            self.k_norm = RMSNorm(dim, config.norm_eps, **made)
+
+    def keys(
+        self, latent: Float[Tensor, "M C"], rope: Complex[Tensor, "M R/2"]
+    ) -> Float[Tensor, "M J"]:
+        """Index keys from the latents before rotation and rounding."""
+        keys = ops.rotate(self.k_norm(self.wk(latent)), rope)
+        return round_index(keys, self.numerics)
+
+    @torch.no_grad()
+    def forward(
+        self, x: Float[Tensor, "T D"], q_latent: Float[Tensor, "T Z"], ctx: ForwardContext
+    ) -> Int[Tensor, "T K"]:
+        """Choose entries for each token: ids within its request, ascending, then -1.
+
+        The choice has no gradient, and neither have the indexer's parameters through it.
+        """
+        q, weights = self._queries(x, q_latent, ctx)
+        totals = ctx.entries(self.plan.ratio).totals
+        most = max(totals, default=0)
+        selected = torch.full((len(x), min(self.indexer.top_k, most)), -1, device=x.device)
+        pool = torch.zeros(len(x), most, dtype=torch.bool, device=x.device)
+        for segment in ctx.segments(self.plan.ratio):
+            self._select_segment(segment, q, weights, ctx, selected, pool)
+        if self.plan.publishes_candidates:
+            ctx.candidates = ctx.observe(self._name("candidate_mask"), pool)
+        return ctx.observe(self._name("topk_indices"), selected)
+
+    def _name(self, what: str) -> str:
+        return f"layers.{self.plan.layer}.{what}"
+
+    def _queries(
+        self, x: Tensor, q_latent: Tensor, ctx: ForwardContext
+    ) -> tuple[Float[Tensor, "T I J"], Float[Tensor, "T I"]]:
+        heads, dim = self.indexer.num_heads, self.indexer.head_dim
+        q = ops.rotate(self.wq_b(q_latent).unflatten(-1, (heads, dim)), ctx.rope(self.plan.ratio))
+        weights = self.weights_proj(x) * (dim**-0.5 * heads**-0.5)
+        return round_index(q, self.numerics), weights
+
+    def _select_segment(
+        self,
+        segment: Segment,
+        q: Tensor,
+        weights: Tensor,
+        ctx: ForwardContext,
+        selected: Tensor,
+        pool: Tensor,
+    ) -> None:
+        """Score and choose for the requests of one segment; write into selected and pool."""
+        rows = segment.token_rows  # [B, T]
+        flat, num = rows.flatten(), segment.entry_rows.shape[1]
+        visible = ctx.entries(self.plan.ratio).visible[flat]
+        allowed = torch.arange(num, device=flat.device) < visible[:, None]  # [B*T, M]
+        if self.plan.uses_candidates and ctx.candidates is not None:
+            allowed &= ctx.candidates[flat, :num]
+        everything = num <= self.indexer.top_k and not self.plan.publishes_candidates
+        if everything and not ctx.is_observed:
+            selected[flat, :num] = ops.select_top_k(
+                torch.zeros(allowed.shape, device=flat.device), allowed, num
+            )
+            return
+        scores = self._scores(segment, q, weights, ctx).flatten(0, 1)  # [B*T, M]
+        top = ops.select_top_k(scores, allowed, self.indexer.top_k)
+        selected[flat, : top.shape[1]] = top
+        if self.plan.publishes_candidates:
+            pool[flat, :num] = ops.choose_candidates(
+                scores, visible, self.indexer.candidate_blocks, self.indexer.block_size
+            )
+        self._observe_last_scores(scores, flat, ctx)
+
+    def _scores(
+        self, segment: Segment, q: Tensor, weights: Tensor, ctx: ForwardContext
+    ) -> Float[Tensor, "B T M"]:
+        keys = ctx.index_keys[self.plan.kv_source]
+        score_dtype = getattr(torch, self.numerics.score_dtype)
+        rows = segment.token_rows
+        return ops.index_scores(q[rows], weights[rows], keys[segment.entry_rows], score_dtype)
+
+    def _observe_last_scores(
+        self, scores: Tensor, flat: Int[Tensor, " T"], ctx: ForwardContext
+    ) -> None:
+        if ctx.is_observed and len(ctx.batch.requests) == 1 and flat[-1] == len(ctx.batch.positions) - 1:
+            ctx.observe(self._name("index_score_row_last"), scores[-1])

@@ -1,0 +1,27 @@
+"""Parameters that stay at least float32 whatever the model is cast to. Report §2.4.1."""
+
+from collections.abc import Callable
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+
+def island_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """Dtype of an island in a model of ``dtype``: at least float32."""
+    return torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+
+
+class Float32Islands(nn.Module):
+    """A module whose own parameters named in ``islands`` refuse to become narrower."""
+
+    islands: ClassVar[tuple[str, ...]] = ()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        kept = {name: getattr(self, name).data for name in self.islands}
+        super()._apply(fn, recurse)
+        for name, before in kept.items():
+            after = getattr(self, name)
+            if after.dtype.itemsize < 4:
+                after.data = before.to(after.device)
+        return self

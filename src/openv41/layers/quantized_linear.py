@@ -1,0 +1,147 @@
+"""Linear layers and tables whose weight may stay in its stored FP8 or FP4 form. Report §2.4.4."""
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from openv41 import ops
+from openv41.config import NumericsConfig
+from openv41.ops import quantize
+
+WeightFormat = Literal["fp8", "fp4", "fp8_rows"]
+DEQUANTIZE = {
+    "fp8": quantize.dequantize_fp8_tiles,
+    "fp4": quantize.dequantize_fp4_rows,
+    "fp8_rows": quantize.dequantize_fp8_rows,
+}
+
+
+class QuantizedWeight(nn.Module):
+    """A weight, either a float parameter or the codes and scales of a checkpoint."""
+
+    codes: Tensor
+    scales: Tensor
+
+    def __init__(
+        self,
+        *shape: int,
+        weight_format: WeightFormat,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight_format = weight_format
+        self.weight: nn.Parameter | None = nn.Parameter(
+            torch.empty(*shape, device=device, dtype=dtype)
+        )
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the weight is kept as codes and scales."""
+        return self.weight is None
+
+    def store(self, codes: Tensor, scales: Tensor) -> None:
+        """Keep these codes and scales instead of a float weight."""
+        self.weight = None
+        self.register_buffer("codes", codes)
+        self.register_buffer("scales", scales)
+
+    def value(self, dtype: torch.dtype) -> Float[Tensor, "..."]:
+        """The weight, dequantised exactly where it is stored as codes."""
+        if self.weight is not None:
+            return self.weight
+        return DEQUANTIZE[self.weight_format](self.codes, self.scales, dtype)
+
+    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        """Move codes and scales, but never cast them."""
+        if self.is_stored:
+            device = fn(torch.empty(0, device=self.codes.device)).device
+            self.store(self.codes.to(device), self.scales.to(device))
+            return self
+        return super()._apply(fn, recurse)
+
+
+class QuantizedLinear(QuantizedWeight):
+    """y = W x without bias; the input may be rounded to FP8, the weight be FP8 or FP4."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        numerics: NumericsConfig,
+        *,
+        weight_format: WeightFormat = "fp8",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            out_features, in_features, weight_format=weight_format, device=device, dtype=dtype
+        )
+        self.numerics = numerics
+
+    def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
+        """Multiply, rounding the input as the numerics say."""
+        return ops.quantized_linear(
+            x,
+            self.value(x.dtype),
+            self.numerics.linear_input,
+            deterministic=self.numerics.deterministic,
+        )
+
+
+class QuantizedTable(QuantizedWeight):
+    """An embedding table that is read by rows."""
+
+    def forward(self, rows: Int[Tensor, "T G"], dtype: torch.dtype) -> Float[Tensor, "T G D"]:
+        """Look rows up, as values of ``dtype``."""
+        if self.weight is not None:
+            return nn.functional.embedding(rows, self.weight).to(dtype)
+        flat = rows.flatten()
+        codes = self.codes.view(torch.uint8).index_select(0, flat).view(self.codes.dtype)
+        scales = self.scales.view(torch.uint8).index_select(0, flat).view(self.scales.dtype)
+        return quantize.dequantize_fp8_rows(codes, scales, dtype).unflatten(0, tuple(rows.shape))
+
+
+class Linear(nn.Module):
+    """y = W x without bias, never quantised."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        numerics: NumericsConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(
+            torch.empty(out_features, in_features, device=device, dtype=dtype)
+        )
+        self.numerics = numerics
+
+    def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
+        """Multiply in the dtype of ``x``."""
+        return ops.linear(x, self.weight, deterministic=self.numerics.deterministic)
+
+
+class RMSNorm(nn.Module):
+    """RMS normalisation with a weight, computed in float32. Report §2.3."""
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "... D"]) -> Float[Tensor, "... D"]:
+        """Normalise the last dim."""
+        return ops.rms_norm(x, self.weight, self.eps)

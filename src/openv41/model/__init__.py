@@ -1,0 +1,1 @@
+"""Assembly of the layers into the model. Report §2.1."""

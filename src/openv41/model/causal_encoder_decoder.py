@@ -1,0 +1,236 @@
+"""The backbone: a causal encoder-decoder over packed tokens. Report §2.1, §2.2.
+
+The lower half encodes; the decoder's first Full layer turns its output into the one main KV that
+all decoder layers share (Eq. (1) in its general form: any set of kv sources). Training, prefill,
+decode and verification are the same forward.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from openv41 import ops
+from openv41.config import NUMERICS, ModelConfig, NumericsConfig
+from openv41.errors import InputError
+from openv41.layers.batch import Batch
+from openv41.layers.context import ForwardContext
+from openv41.layers.csa2 import CSA2Attention
+from openv41.layers.engram import Engram
+from openv41.layers.experts import MixtureOfExperts
+from openv41.layers.geometry import lookback_rows
+from openv41.layers.probe import Probe
+from openv41.layers.quantized_linear import RMSNorm
+from openv41.layers.single_pass_mhc import SinglePassMHC
+from openv41.layers.store import KVStore, Slot
+from openv41.plan import LayerPlan, plan_layers
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a forward returns."""
+
+    hidden: Float[Tensor, "T D"]  # after the final norm
+    taps: Float[Tensor, "T Z"] | None  # concatenated stream means for the drafter
+    expert_counts: dict[int, Int[Tensor, "2 E"]]  # per layer: tokens of text, of images
+
+
+class Layer(nn.Module):
+    """One layer: Engram if planned, then attention and experts, each around an mHC site."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        plan: LayerPlan,
+        numerics: NumericsConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        made = {"device": device, "dtype": dtype}
+        dim, eps, mhc = config.hidden_size, config.norm_eps, config.mhc
+        self.plan = plan
+        if plan.has_engram:
+            assert config.engram is not None, f"layer {plan.layer} planned without an Engram"
+            self.engram = Engram(plan.layer, config, config.engram, numerics, **made)
+        self.attn_mhc = SinglePassMHC(dim, mhc, eps, numerics, **made)
+        self.attn_norm = RMSNorm(dim, eps, **made)
+        self.attention = CSA2Attention(config, plan, numerics, **made)
+        self.ffn_mhc = SinglePassMHC(dim, mhc, eps, numerics, **made)
+        self.ffn_norm = RMSNorm(dim, eps, **made)
+        self.moe = MixtureOfExperts(plan.layer, dim, config.moe, numerics, **made)
+
+    def forward(
+        self, x: Float[Tensor, "T N D"], a: Float[Tensor, "T N"], ctx: ForwardContext
+    ) -> tuple[Float[Tensor, "T N D"], Float[Tensor, "T N"]]:
+        """Advance the streams; ``a`` is the input mix handed from sub-layer to sub-layer."""
+        name = f"layers.{self.plan.layer}"
+        if self.plan.has_engram:
+            x = ctx.observe(f"{name}.after_engram", self.engram(x, ctx))
+        if self.plan.is_tap:
+            ctx.taps.append(x.to(a.dtype).mean(dim=1).to(x.dtype))
+        x, a = self.attn_mhc(x, a, lambda h: self._attend(h, ctx))
+        x, a = self.ffn_mhc(x, a, lambda h: self._feed_forward(h, ctx))
+        return ctx.observe(f"{name}.out", x), ctx.observe(f"{name}.pre_mix_out", a)
+
+    def _attend(self, h: Float[Tensor, "T D"], ctx: ForwardContext) -> Float[Tensor, "T D"]:
+        y = self.attention(self.attn_norm(h), ctx)
+        return ctx.observe(f"layers.{self.plan.layer}.attn_out", y)
+
+    def _feed_forward(self, h: Float[Tensor, "T D"], ctx: ForwardContext) -> Float[Tensor, "T D"]:
+        y = self.moe(self.ffn_norm(h), ctx)
+        return ctx.observe(f"layers.{self.plan.layer}.ffn_out", y)
+
+
+class Embedding(nn.Module):
+    """A plain [V, D] weight, used for the token embedding and the head."""
+
+    def __init__(
+        self,
+        num: int,
+        dim: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num, dim, device=device, dtype=dtype))
+
+
+class CausalEncoderDecoder(nn.Module):
+    """The text model. Parameters are uninitialised: see model/init.py and io/checkpoint.py."""
+
+    token_map: Tensor | None
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        numerics: NumericsConfig = NUMERICS["f32"],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        made = {"device": device, "dtype": dtype}
+        self.config = config
+        self.numerics = numerics
+        self.embed = Embedding(config.vocab_size, config.hidden_size, **made)
+        self.layers = nn.ModuleList(
+            Layer(config, plan, numerics, **made) for plan in plan_layers(config)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, **made)
+        self.head = Embedding(config.vocab_size, config.hidden_size, **made)
+        self.register_buffer("token_map", None, persistent=False)
+
+    def set_token_map(self, token_map: Sequence[int] | Int[Tensor, " V"]) -> None:
+        """Set the compressed id of every token, which the Engram layers hash."""
+        ids = torch.as_tensor(token_map, dtype=torch.int64)
+        engram = self.config.engram
+        if engram is None:
+            raise InputError("token map: the model has no Engram layer; leave it out")
+        if ids.shape != (self.config.vocab_size,) or int(ids.max()) >= engram.compressed_vocab_size:
+            raise InputError(
+                f"token map: {tuple(ids.shape)} ids up to {int(ids.max())}; the model needs "
+                f"{self.config.vocab_size} ids below {engram.compressed_vocab_size}"
+            )
+        self.token_map = ids.to(self.norm.weight.device)
+
+    def use_numerics(self, numerics: NumericsConfig) -> None:
+        """Change where the forward rounds, for all parts."""
+        for module in self.modules():
+            if hasattr(module, "numerics"):
+                module.numerics = numerics
+
+    def forward(
+        self,
+        batch: Batch,
+        store: KVStore | None = None,
+        *,
+        probe: Probe | None = None,
+    ) -> Output:
+        """Run every layer on every token of the batch.
+
+        Raises InputError for token ids outside the vocabulary and for positions beyond a request's
+        stored length.
+        """
+        ctx = self.context(batch, store, probe)
+        x, a = self.first_streams(batch, ctx)
+        for layer in self.layers:
+            x, a = layer(x, a, ctx)
+        hidden = self.norm(ops.mix_streams(x, a))
+        taps = torch.cat(ctx.taps, dim=-1) if ctx.taps else None
+        if taps is not None:
+            ctx.observe("main_hidden", taps)
+        return Output(ctx.observe("final_hidden", hidden), taps, ctx.expert_counts)
+
+    def logits(self, hidden: Float[Tensor, "T D"]) -> Float[Tensor, "T V"]:
+        """Score the vocabulary, in at least float32."""
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        deterministic = self.numerics.deterministic
+        return ops.linear(hidden.to(wide), self.head.weight, deterministic=deterministic)
+
+    def context(
+        self, batch: Batch, store: KVStore | None = None, probe: Probe | None = None
+    ) -> ForwardContext:
+        """Check a batch and prepare what its layers share."""
+        ids, config = batch.token_ids, self.config
+        if len(ids) and not (0 <= int(ids.min()) and int(ids.max()) < config.vocab_size):
+            raise InputError(
+                f"token ids run from {int(ids.min())} to {int(ids.max())}; the vocabulary has "
+                f"{config.vocab_size}"
+            )
+        self._check_starts(batch, store)
+        ctx = ForwardContext(batch, config.attention, store, probe)
+        is_image = ids == config.image_token_id
+        if bool(is_image.any()):
+            ctx.is_image = is_image
+        self._look_back(ctx, is_image)
+        return ctx
+
+    def first_streams(
+        self, batch: Batch, ctx: ForwardContext
+    ) -> tuple[Float[Tensor, "T N D"], Float[Tensor, "T N"]]:
+        """Copy the embedding into every stream; the first sub-layer reads stream 0."""
+        embedded = ctx.observe("embed", nn.functional.embedding(batch.token_ids, self.embed.weight))
+        num = self.config.mhc.num_streams
+        first = torch.zeros(num, device=embedded.device, dtype=torch.float32)
+        first[0] = 1
+        wide = torch.promote_types(embedded.dtype, torch.float32)
+        x = embedded[:, None].expand(-1, num, -1)
+        return x, first.to(wide).expand(len(embedded), -1)
+
+    def _check_starts(self, batch: Batch, store: KVStore | None) -> None:
+        for request, start, stop in zip(batch.requests, batch.starts, batch.stops, strict=True):
+            length = 0 if store is None else store.length(request)
+            if start > length:
+                raise InputError(
+                    f"request {request} continues at position {start}, but only {length} are "
+                    "stored; feed the missing tokens first"
+                )
+            if stop > self.config.max_position:
+                raise InputError(
+                    f"request {request} would reach position {stop}; the model allows "
+                    f"{self.config.max_position}"
+                )
+
+    def _look_back(self, ctx: ForwardContext, is_image: Tensor) -> None:
+        """Store the token ids; give the Engram layers the newest compressed ids of each token."""
+        ids = ctx.batch.token_ids.masked_fill(is_image, ops.DEAD)
+        engram = self.config.engram
+        reach = engram.max_ngram if engram else 1
+        known = ctx.extend(Slot("tokens", -1), ids, reach=reach)
+        if engram is None:
+            return
+        if self.token_map is None:
+            raise InputError(
+                "the model has Engram layers but no token map; call set_token_map with the map "
+                "of the model's tokenizer"
+            )
+        dead = torch.full_like(known[:1], ops.DEAD)
+        rows = lookback_rows(ctx.batch, reach).flip(1)  # [T, G+1], newest first
+        raw = torch.cat([known, dead])[rows]  # row -1 is the dead one
+        ctx.recent_ids = torch.where(raw < 0, ops.DEAD, self.token_map[raw.clamp(min=0)])
+        ctx.pad_id = int(self.token_map[engram.pad_token_id])

@@ -1,0 +1,44 @@
+"""Initial values: every standard deviation in one table. Report §2.5."""
+
+import torch
+from torch import nn
+
+from openv41.layers.csa2 import CSA2Attention
+from openv41.layers.engram import Engram
+from openv41.layers.experts import Gate
+from openv41.layers.quantized_linear import Linear, QuantizedWeight, RMSNorm
+from openv41.layers.single_pass_mhc import SinglePassMHC
+from openv41.model.causal_encoder_decoder import CausalEncoderDecoder, Embedding
+
+STD = 0.02
+
+
+@torch.no_grad()
+def init_weights(model: CausalEncoderDecoder, seed: int) -> None:
+    """Fill every parameter; the values depend on the seed and the model's shapes alone."""
+    generator = torch.Generator(device=model.norm.weight.device).manual_seed(seed)
+    for module in model.modules():
+        _init_module(module, generator)
+
+
+def _init_module(module: nn.Module, generator: torch.Generator) -> None:
+    """Matrices normal(STD), norms and mHC scales one, biases, bases and sinks zero."""
+    match module:
+        case Linear() | QuantizedWeight() | Embedding():
+            assert module.weight is not None, "stored codes cannot be initialised"
+            module.weight.normal_(0, STD, generator=generator)
+        case RMSNorm():
+            module.weight.fill_(1)
+        case SinglePassMHC():
+            module.fn.normal_(0, STD, generator=generator)
+            module.base.zero_()
+            module.scale.fill_(1)
+        case Gate():
+            module.weight.normal_(0, STD, generator=generator)
+            module.bias.zero_()
+            module.bias_vl.zero_()
+        case CSA2Attention():
+            module.sink.zero_()
+        case Engram():
+            module.q_weight.fill_(1)
+            module.k_weight.fill_(1)
