@@ -11,13 +11,27 @@ from typing import Any, Literal
 from openv41.errors import ConfigError
 
 Rounding = Literal["off", "fake", "exact"]
+MAX_TABLE_SIZE = 2**31  # primes above it take long to find
 ROUNDINGS: tuple[Rounding, ...] = ("off", "fake", "exact")
 
 
-def _below(component: object, minimum: float, names: Iterable[str]) -> list[str]:
-    """Say which of the named fields are smaller than ``minimum``."""
+def _below(component: object, minimum: int, names: Iterable[str]) -> list[str]:
+    """Say which of the named fields are smaller than ``minimum`` (NaN counts as smaller)."""
     values = {name: getattr(component, name) for name in names}
-    return [f"{n} is {v}, must be at least {minimum}" for n, v in values.items() if v < minimum]
+    return [
+        f"{n} is {v}, must be at least {minimum}" for n, v in values.items() if not v >= minimum
+    ]
+
+
+def _not_positive(component: object, names: Iterable[str]) -> list[str]:
+    values = {name: getattr(component, name) for name in names}
+    return [f"{n} is {v}, must be above 0" for n, v in values.items() if not v > 0]
+
+
+def _ascend(name: str, ids: tuple[int, ...]) -> list[str]:
+    if list(ids) == sorted(set(ids)):
+        return []
+    return [f"{name} is {ids}, must ascend without repeats"]
 
 
 def _raise_if(where: str, problems: list[str]) -> None:
@@ -69,9 +83,7 @@ class AttentionConfig:
                 f"rope_dim is {self.rope_dim}, must be even and at most head_dim ({self.head_dim})"
             )
         if self.num_heads % self.o_groups:
-            problems.append(
-                f"o_groups ({self.o_groups}) must divide num_heads ({self.num_heads})"
-            )
+            problems.append(f"o_groups ({self.o_groups}) must divide num_heads ({self.num_heads})")
         _raise_if("attention", problems)
 
 
@@ -89,6 +101,8 @@ class IndexerConfig:
     def __post_init__(self) -> None:
         counts = ("num_heads", "head_dim", "top_k", "candidate_blocks", "block_size")
         problems = _below(self, 1, counts) + _below(self, 0, ("candidate_source",))
+        if self.head_dim % 2:
+            problems.append(f"head_dim is {self.head_dim}, must be even: keys pack two per byte")
         _raise_if("indexer", problems)
 
     @property
@@ -116,9 +130,11 @@ class MoeConfig:
             problems.append(f"top_k is {self.top_k}, above num_experts ({self.num_experts})")
         if self.num_shared != 1:
             problems.append(f"num_shared is {self.num_shared}, only 1 is supported")
-        for name in ("route_scale", "swiglu_limit", "gate_temperature"):
-            if getattr(self, name) <= 0:
-                problems.append(f"{name} is {getattr(self, name)}, must be above 0")
+        if self.expert_dim % 2:
+            problems.append(
+                f"expert_dim is {self.expert_dim}, must be even: expert weights pack two per byte"
+            )
+        problems += _not_positive(self, ("route_scale", "swiglu_limit", "gate_temperature"))
         _raise_if("moe", problems)
 
 
@@ -132,8 +148,7 @@ class MhcConfig:
 
     def __post_init__(self) -> None:
         problems = _below(self, 1, ("num_streams", "sinkhorn_steps"))
-        if self.eps <= 0:
-            problems.append(f"eps is {self.eps}, must be above 0")
+        problems += _not_positive(self, ("eps",))
         _raise_if("mhc", problems)
 
 
@@ -159,8 +174,15 @@ class EngramConfig:
                 f"num_embeddings has {len(self.num_embeddings)} entries for "
                 f"{len(self.layer_ids)} layer_ids; give one per layer"
             )
-        if list(self.layer_ids) != sorted(set(self.layer_ids)):
-            problems.append(f"layer_ids is {self.layer_ids}, must ascend without repeats")
+        if self.table_size > MAX_TABLE_SIZE:
+            problems.append(f"table_size is {self.table_size}, must be at most {MAX_TABLE_SIZE}")
+        if not self.layer_ids:
+            problems.append("layer_ids is empty; leave the Engram out instead")
+        if wrong := [i for i in self.layer_ids if i < 0]:
+            problems.append(f"layer_ids holds {wrong}, layers count from 0")
+        if wrong := [n for n in self.num_embeddings if n < 1]:
+            problems.append(f"num_embeddings holds {wrong}, must be at least 1")
+        problems += _ascend("layer_ids", self.layer_ids)
         _raise_if("engram", problems)
 
     @property
@@ -192,6 +214,14 @@ class VisionConfig:
     def __post_init__(self) -> None:
         counts = ("num_layers", "hidden_size", "num_heads", "intermediate_size", "patch_size")
         problems = _below(self, 1, (*counts, "downsample_ratio", "max_image_tokens", "min_pixels"))
+        problems += _not_positive(self, ("rope_theta",))
+        if self.max_wh_ratio is not None:
+            problems += _not_positive(self, ("max_wh_ratio",))
+        if not problems and self.hidden_size % (4 * self.num_heads):
+            problems.append(
+                f"hidden_size is {self.hidden_size}, must be a multiple of 4 x num_heads "
+                f"({self.num_heads}): a head rotates pairs for height and for width"
+            )
         _raise_if("vision", problems)
 
 
@@ -212,6 +242,9 @@ class DsparkConfig:
         problems = _below(self, 1, counts)
         if self.top_k > self.num_experts:
             problems.append(f"top_k is {self.top_k}, above num_experts ({self.num_experts})")
+        if not self.target_layer_ids:
+            problems.append("target_layer_ids is empty; the drafter needs at least one layer")
+        problems += _ascend("target_layer_ids", self.target_layer_ids)
         _raise_if("dspark", problems)
 
 
@@ -243,8 +276,16 @@ class ModelConfig:
         problems = _below(self, 1, ("vocab_size", "hidden_size", "num_layers", "max_position"))
         _raise_if("model", problems)
         problems += self._layout_problems() + self._token_problems() + self._reach_problems()
-        if self.norm_eps <= 0:
-            problems.append(f"norm_eps is {self.norm_eps}, must be above 0")
+        problems += _not_positive(self, ("norm_eps",))
+        if self.hidden_size % 2:
+            problems.append(
+                f"hidden_size is {self.hidden_size}, must be even: expert weights pack two per byte"
+            )
+        if self.attention.rope_dim > self.indexer.head_dim:
+            problems.append(
+                f"attention.rope_dim is {self.attention.rope_dim}, must be at most "
+                f"indexer.head_dim ({self.indexer.head_dim})"
+            )
         _raise_if("model", problems)
 
     def _layout_problems(self) -> list[str]:
@@ -259,8 +300,7 @@ class ModelConfig:
             problems.append(f"compress_ratios holds {wrong}, only 0, 1 and 2 are supported")
         for name in ("kv_sources", "index_sources"):
             ids = getattr(self, name)
-            if list(ids) != sorted(set(ids)):
-                problems.append(f"{name} is {ids}, must ascend without repeats")
+            problems += _ascend(name, ids)
             if outside := [i for i in ids if not 0 <= i < len(ratios)]:
                 problems.append(f"{name} names layers {outside}, there are {len(ratios)}")
         if lost := [i for i in self.kv_sources if i not in self.index_sources]:
@@ -288,12 +328,24 @@ class ModelConfig:
         return problems
 
     def _token_problems(self) -> list[str]:
+        ids = {n: getattr(self, n) for n in ("bos_token_id", "eos_token_id", "pad_token_id")}
         problems = []
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            value = getattr(self, name)
-            if not 0 <= value < self.vocab_size:
-                problems.append(f"{name} is {value}, outside the vocabulary of {self.vocab_size}")
-        return problems
+        if self.vision:
+            ids["image_token_id"] = self.image_token_id
+        if self.dspark:
+            ids["dspark.noise_token_id"] = self.dspark.noise_token_id
+        if self.engram:
+            ids["engram.pad_token_id"] = self.engram.pad_token_id
+            if self.engram.compressed_vocab_size > self.vocab_size:
+                problems.append(
+                    f"engram.compressed_vocab_size is {self.engram.compressed_vocab_size}, must "
+                    f"be at most vocab_size ({self.vocab_size})"
+                )
+        return problems + [
+            f"{name} is {value}, outside the vocabulary of {self.vocab_size}"
+            for name, value in ids.items()
+            if not 0 <= value < self.vocab_size
+        ]
 
     def _reach_problems(self) -> list[str]:
         problems = []
@@ -330,10 +382,12 @@ class NumericsConfig:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        problems = []
-        for name in ("linear_input", "window_kv", "main_kv", "index"):
-            if getattr(self, name) not in ROUNDINGS:
-                problems.append(f"{name} is {getattr(self, name)!r}, must be one of {ROUNDINGS}")
+        points = ("linear_input", "window_kv", "main_kv", "index")
+        problems = [
+            f"{name} is {getattr(self, name)!r}, must be one of {ROUNDINGS}"
+            for name in points
+            if getattr(self, name) not in ROUNDINGS
+        ]
         if self.score_dtype not in ("float32", "bfloat16"):
             problems.append(f"score_dtype is {self.score_dtype!r}, must be float32 or bfloat16")
         _raise_if("numerics", problems)

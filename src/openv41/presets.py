@@ -55,7 +55,7 @@ def tiny() -> ModelConfig:
             o_rank=32,
             o_groups=2,
             window_size=32,
-            yarn=YarnConfig(factor=4, original_max_position=512),
+            yarn=YarnConfig(factor=4.0, original_max_position=512),
         ),
         indexer=IndexerConfig(
             num_heads=4,
@@ -88,7 +88,7 @@ def bench30m() -> ModelConfig:
             o_rank=64,
             o_groups=4,
             window_size=128,
-            yarn=YarnConfig(factor=4, original_max_position=1024),
+            yarn=YarnConfig(factor=4.0, original_max_position=1024),
         ),
         indexer=IndexerConfig(
             num_heads=8,
@@ -119,7 +119,7 @@ def thin() -> ModelConfig:
             o_rank=32,
             o_groups=2,
             window_size=16,
-            yarn=YarnConfig(factor=4, original_max_position=1024),
+            yarn=YarnConfig(factor=4.0, original_max_position=1024),
         ),
         indexer=IndexerConfig(
             num_heads=4,
@@ -154,7 +154,7 @@ def small() -> ModelConfig:
             o_rank=512,
             o_groups=4,
             window_size=128,
-            yarn=YarnConfig(factor=16, original_max_position=4096),
+            yarn=YarnConfig(factor=16.0, original_max_position=4096),
         ),
         indexer=IndexerConfig(
             num_heads=32,
