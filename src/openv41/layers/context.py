@@ -48,10 +48,9 @@ class ForwardContext:
         """Show a tensor to the probe, if there is one; go on with what it returns."""
         return value if self._probe is None else self._probe(name, value)
 
-    @property
-    def is_observed(self) -> bool:
-        """Whether a probe may want tensors that the forward could do without."""
-        return self._probe is not None
+    def is_wanted(self, name: str) -> bool:
+        """Whether the probe keeps this tensor, which the forward could do without."""
+        return self._probe is not None and self._probe.wants(name)
 
     @cached_property
     def window_rows(self) -> Int[Tensor, "T W"]:

@@ -116,6 +116,8 @@ class MixtureOfExperts(nn.Module):
         bias = gate.bias.expand_as(scores)
         if ctx.is_image is not None:
             bias = torch.where(ctx.is_image[:, None], gate.bias_vl, bias)
+        if ctx.is_wanted(name := f"layers.{self.layer}.router_scores"):
+            ctx.observe(name, scores + bias)
         chosen = ops.choose_experts(scores.detach(), bias, moe.top_k)
         chosen = ctx.observe(f"layers.{self.layer}.expert_ids", chosen).long()
         ctx.expert_counts[self.layer] = _count(chosen, ctx.is_image, moe.num_experts)

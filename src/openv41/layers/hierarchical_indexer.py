@@ -4,8 +4,10 @@ The first Full decoder layer scores everything and keeps a pool of the best bloc
 choose from that pool.
 """
 
+from dataclasses import dataclass
+
 import torch
-from jaxtyping import Complex, Float, Int
+from jaxtyping import Bool, Complex, Float, Int
 from torch import Tensor, nn
 
 from openv41 import ops
@@ -15,6 +17,22 @@ from openv41.layers.geometry import Segment
 from openv41.layers.quantized_linear import Linear, QuantizedLinear, RMSNorm
 from openv41.layers.rounding import round_index
 from openv41.plan import LayerPlan
+
+
+@dataclass
+class _Found:
+    """What an indexer writes for the tokens of a batch; scores only where a probe wants them."""
+
+    selected: Int[Tensor, "T K"]
+    pool: Bool[Tensor, "T M"]
+    scores: Float[Tensor, "T M"] | None = None
+
+    @classmethod
+    def empty(cls, tokens: int, entries: int, top_k: int, device: torch.device) -> "_Found":
+        return cls(
+            torch.full((tokens, min(top_k, entries)), -1, device=device),
+            torch.zeros(tokens, entries, dtype=torch.bool, device=device),
+        )
 
 
 class HierarchicalIndexer(nn.Module):
@@ -55,15 +73,18 @@ class HierarchicalIndexer(nn.Module):
         The choice has no gradient, and neither have the indexer's parameters through it.
         """
         q, weights = self._queries(x, q_latent, ctx)
-        totals = ctx.entries(self.plan.ratio).totals
-        most = max(totals, default=0)
-        selected = torch.full((len(x), min(self.indexer.top_k, most)), -1, device=x.device)
-        pool = torch.zeros(len(x), most, dtype=torch.bool, device=x.device)
+        most = max(ctx.entries(self.plan.ratio).totals, default=0)
+        found = _Found.empty(len(x), most, self.indexer.top_k, x.device)
+        if ctx.is_wanted(self._name("index_scores")):
+            wide = torch.promote_types(x.dtype, torch.float32)
+            found.scores = torch.full((len(x), most), -torch.inf, device=x.device, dtype=wide)
         for segment in ctx.segments(self.plan.ratio):
-            self._select_segment(segment, q, weights, ctx, selected, pool)
+            self._select_segment(segment, q, weights, ctx, found)
+        if found.scores is not None:
+            ctx.observe(self._name("index_scores"), found.scores)
         if self.plan.publishes_candidates:
-            ctx.candidates = ctx.observe(self._name("candidate_mask"), pool)
-        return ctx.observe(self._name("topk_indices"), selected)
+            ctx.candidates = ctx.observe(self._name("candidate_mask"), found.pool)
+        return ctx.observe(self._name("topk_indices"), found.selected)
 
     def _name(self, what: str) -> str:
         return f"layers.{self.plan.layer}.{what}"
@@ -82,10 +103,9 @@ class HierarchicalIndexer(nn.Module):
         q: Tensor,
         weights: Tensor,
         ctx: ForwardContext,
-        selected: Tensor,
-        pool: Tensor,
+        found: "_Found",
     ) -> None:
-        """Score and choose for the requests of one segment; write into selected and pool."""
+        """Score and choose for the requests of one segment."""
         rows = segment.token_rows  # [B, T]
         flat, num = rows.flatten(), segment.entry_rows.shape[1]
         visible = ctx.entries(self.plan.ratio).visible[flat]
@@ -93,19 +113,20 @@ class HierarchicalIndexer(nn.Module):
         if self.plan.uses_candidates and ctx.candidates is not None:
             allowed &= ctx.candidates[flat, :num]
         everything = num <= self.indexer.top_k and not self.plan.publishes_candidates
-        if everything and not ctx.is_observed:
-            selected[flat, :num] = ops.select_top_k(
+        if everything and found.scores is None:
+            found.selected[flat, :num] = ops.select_top_k(
                 torch.zeros(allowed.shape, device=flat.device), allowed, num
             )
             return
         scores = self._scores(segment, q, weights, ctx).flatten(0, 1)  # [B*T, M]
         top = ops.select_top_k(scores, allowed, self.indexer.top_k)
-        selected[flat, : top.shape[1]] = top
+        found.selected[flat, : top.shape[1]] = top
         if self.plan.publishes_candidates:
-            pool[flat, :num] = ops.choose_candidates(
+            found.pool[flat, :num] = ops.choose_candidates(
                 scores, visible, self.indexer.candidate_blocks, self.indexer.block_size
             )
-        self._observe_last_scores(scores, flat, ctx)
+        if found.scores is not None:
+            found.scores[flat, :num] = scores.to(found.scores.dtype)
 
     def _scores(
         self, segment: Segment, q: Tensor, weights: Tensor, ctx: ForwardContext
@@ -114,9 +135,3 @@ class HierarchicalIndexer(nn.Module):
         score_dtype = getattr(torch, self.numerics.score_dtype)
         rows = segment.token_rows
         return ops.index_scores(q[rows], weights[rows], keys[segment.entry_rows], score_dtype)
-
-    def _observe_last_scores(
-        self, scores: Tensor, flat: Int[Tensor, " T"], ctx: ForwardContext
-    ) -> None:
-        if ctx.is_observed and len(ctx.batch.requests) == 1 and flat[-1] == len(ctx.batch.positions) - 1:
-            ctx.observe(self._name("index_score_row_last"), scores[-1])

@@ -12,8 +12,9 @@ CHOICES = ("expert_ids", "topk_indices", "candidate_mask")
 
 
 class Probe:
-    """Keeps the tensors that ``wants`` accepts and replaces those that ``feed`` holds.
+    """Keeps the tensors that ``wants`` accepts, and goes on with ``feed`` where it holds a name.
 
+    ``values`` are what the forward itself computed, also where something else is fed after it.
     Names are ``layers.{i}.{what}`` or plain words such as ``embed``; docs/numerics.md lists them.
     """
 
@@ -23,7 +24,7 @@ class Probe:
         feed: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.values: dict[str, Tensor] = {}
-        self._wants = wants
+        self.wants = wants
         self._feed = feed or {}
 
     @classmethod
@@ -38,8 +39,8 @@ class Probe:
 
     def __call__(self, name: str, value: Tensor) -> Tensor:
         """Return the value to go on with: ``value``, or what is fed under ``name``."""
-        if name in self._feed:
-            value = self._feed[name].to(value.device)
-        if self._wants(name):
+        if self.wants(name):
             self.values[name] = value.detach()
+        if name in self._feed:
+            return self._feed[name].to(value.device)
         return value
