@@ -8,9 +8,7 @@ from tests.close import assert_close
 
 def test_worst_element_is_named():
     got, want = torch.tensor([[1.0, 2.0], [3.5, 4.1]]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    with pytest.raises(
-        AssertionError, match=r"x: 2 of 4 .*; worst at \(1, 0\): got 3.5"
-    ):
+    with pytest.raises(AssertionError, match=r"x: 2 of 4 .*; worst at \(1, 0\): got 3.5"):
         assert_close("x", got, want, rtol=0.0, atol=1e-3)
 
 

@@ -57,13 +57,13 @@ def find_mentions(package: Path | None = None) -> list[Mention]:
 
 def mentions_of(section: str) -> list[Mention]:
     """List the docstrings of one section and of the sections below it."""
-    found = [m for m in find_mentions() if f"{m.section}.".startswith(f"{section}.")]
-    known = {*SECTIONS, *(m.section for m in find_mentions())}
+    mentions = find_mentions()
+    known = sorted({*SECTIONS, *(m.section for m in mentions)})
     if not any(f"{name}.".startswith(f"{section}.") for name in known):
         raise InputError(
-            f"the report has no section {section!r} here; known are {', '.join(sorted(known))}"
+            f"the report has no section {section!r} here; known are {', '.join(known)}"
         )
-    return found
+    return [m for m in mentions if f"{m.section}.".startswith(f"{section}.")]
 
 
 def as_markdown() -> str:
