@@ -10,7 +10,7 @@ from openv41.ops.experts import (
     router_scores,
     sort_by_expert,
 )
-from openv41.ops.indexer import choose_candidates, index_scores, select_top_k
+from openv41.ops.indexer import block_scores, choose_candidates, index_scores, select_top_k
 from openv41.ops.linear import linear, quantized_linear
 from openv41.ops.mhc import mix_streams, predict_mix, update_streams
 from openv41.ops.norm import rms_norm
@@ -22,6 +22,7 @@ from openv41.ops.swiglu import clamped_swiglu
 __all__ = [
     "DEAD",
     "add_gated",
+    "block_scores",
     "choose_candidates",
     "choose_experts",
     "clamped_swiglu",

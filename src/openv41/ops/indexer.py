@@ -73,13 +73,20 @@ def choose_candidates(
     A block scores its best visible entry. The block of the newest visible entry is always in and
     takes one of the places; a block without a visible entry never is.
     """
-    num_entries = scores.shape[1]
-    entries = torch.arange(num_entries, device=scores.device)
+    best = block_scores(scores, visible, block_size)
+    kept = keep_top_k(best, num_blocks)
+    return kept.repeat_interleave(block_size, dim=1)[:, : scores.shape[1]]
+
+
+def block_scores(
+    scores: Float[Tensor, "T M"], visible: Int[Tensor, " T"], block_size: int
+) -> Float[Tensor, "T _"]:
+    """Best visible score of each block; the block of the newest visible entry scores inf."""
+    entries = torch.arange(scores.shape[1], device=scores.device)
     seen = scores.masked_fill(entries >= visible[:, None], -torch.inf)
-    short = -num_entries % block_size
+    short = -scores.shape[1] % block_size
     blocks = torch.nn.functional.pad(seen, (0, short), value=-torch.inf)
-    best = blocks.unflatten(1, (-1, block_size)).amax(dim=2)  # [T, blocks]
+    best = blocks.unflatten(1, (-1, block_size)).amax(dim=2)
     newest = (visible - 1).div(block_size, rounding_mode="floor")[:, None]  # -1: nothing visible
     pinned = torch.arange(best.shape[1], device=scores.device) == newest
-    kept = keep_top_k(best.masked_fill(pinned, torch.inf), num_blocks)
-    return kept.repeat_interleave(block_size, dim=1)[:, :num_entries]
+    return best.masked_fill(pinned, torch.inf)
