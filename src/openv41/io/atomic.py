@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,3 +38,35 @@ def write_atomic(path: Path, data: bytes) -> None:
     """Write a whole file atomically."""
     with atomic_path(path) as temporary:
         temporary.write_bytes(data)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Give a temporary sibling folder; it takes the place of ``path`` when the block succeeds.
+
+    If the block fails or the process dies, ``path`` holds its old content or does not exist. An old
+    folder that was set aside when the process died is put back by the next call.
+    """
+    path = path.absolute()
+    partial, old = (path.with_name(f".{path.name}.{state}") for state in ("partial", "old"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _settle(path, partial, old)
+    partial.mkdir()
+    try:
+        yield partial
+        sync_folder(partial)
+        if path.exists():
+            path.rename(old)
+        partial.rename(path)
+        sync_folder(path.parent)
+    finally:
+        _settle(path, partial, old)
+
+
+def _settle(path: Path, partial: Path, old: Path) -> None:
+    """Undo a half-made exchange and remove what is left of it."""
+    if old.exists() and not path.exists():
+        old.rename(path)
+    for folder in (partial, old):
+        if folder.exists():
+            shutil.rmtree(folder)
