@@ -11,16 +11,18 @@ PINNED = Path(__file__).parent / "cli_options.txt"
 
 def current_options():
     """One line per argument or option, with the environment variables the package reads."""
-    lines = ["environment OPENV41_KERNELS"]
-    group = typer.main.get_command(app)
-    commands = {"": group, **group.commands}
-    for name, command in sorted(commands.items()):
-        for parameter in command.params:
-            kind = parameter.param_type_name
-            names = " ".join([*parameter.opts, *parameter.secondary_opts])
-            lines.append(f"openv41 {name} {kind} {names}".replace("  ", " "))
-            lines += [f"environment {variable}" for variable in [parameter.envvar] if variable]
+    lines = ["environment OPENV41_KERNELS", *_lines(typer.main.get_command(app), "openv41")]
     return "\n".join(lines) + "\n"
+
+
+def _lines(command, path):
+    for parameter in command.params:
+        names = " ".join([*parameter.opts, *parameter.secondary_opts])
+        yield f"{path} {parameter.param_type_name} {names}"
+        if parameter.envvar:
+            yield f"environment {parameter.envvar}"
+    for name, below in sorted(getattr(command, "commands", {}).items()):
+        yield from _lines(below, f"{path} {name}")
 
 
 if __name__ == "__main__":
