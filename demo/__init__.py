@@ -1,0 +1,1 @@
+"""The main job on real text: train, export, reload, measure, generate, report."""
