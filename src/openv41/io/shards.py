@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,7 +119,7 @@ class ShardWriter:
         self._file.write(raw.numpy().data)
         self._missing[name] -= len(raw)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "ShardWriter":
         return self
 
     def __exit__(

@@ -1,7 +1,7 @@
 """Parameters that stay at least float32 whatever the model is cast to. Report §2.4.1."""
 
 from collections.abc import Callable
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ class Float32Islands(nn.Module):
 
     islands: ClassVar[tuple[str, ...]] = ()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Float32Islands":
         kept = {name: getattr(self, name).data for name in self.islands}
         super()._apply(fn, recurse)
         for name, before in kept.items():
