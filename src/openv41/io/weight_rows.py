@@ -6,7 +6,7 @@ only where it had none: stored codes pass from file to file unchanged. Report §
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -61,6 +61,7 @@ class Weight:
         return start, stop
 
 
+@runtime_checkable
 class Source(Protocol):
     """Where weights come from."""
 

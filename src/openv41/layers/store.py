@@ -1,6 +1,6 @@
 """The protocol of every cache. Report §2.2, §2.3.1."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ class Slot(NamedTuple):
     layer: int
 
 
+@runtime_checkable
 class KVStore(Protocol):
     """State of requests, addressed by absolute row: never "the last", so rollback is no case."""
 
