@@ -6,6 +6,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from openv41.cli.data import data_app
+from openv41.cli.tokenizer import tokenizer_app
 from openv41.cli.ui import show_error, show_line
 from openv41.cli.where import where
 from openv41.errors import OpenV41Error
@@ -52,6 +54,8 @@ def _root(
     """Independent implementation of the DeepSeek-V4.1-Flash system."""
 
 
+app.add_typer(data_app, name="data")
+app.add_typer(tokenizer_app, name="tokenizer")
 app.command()(where)
 
 
