@@ -3,11 +3,10 @@
 This table is the only place where released tensor names stand. Report §2.1.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from openv41.config import DsparkConfig, EngramConfig, ModelConfig, VisionConfig
 from openv41.plan import LayerPlan, plan_layers
@@ -22,13 +21,12 @@ BLOCK = 32  # quantised weights carry one scale per 32 columns (and 32 rows in "
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorSpec:
-    """One tensor of a checkpoint file.
+class TensorSpec(NamedTuple):
+    """One tensor of a checkpoint file (a tuple: the released table has 96,085 of them).
 
     ``ours`` is the float parameter that it belongs to (a weight and its scale share it), None
     where this package has no module for it. ``expert`` is the row of that parameter where experts
-    are stacked. ``weight_format`` is None for tensors that are stored as plain numbers.
+    are stacked. ``weight_format`` is None for tensors that are plain numbers in every variant.
     """
 
     released: str
@@ -39,11 +37,7 @@ class TensorSpec:
     part: Part
     weight_format: WeightFormat | None
     shard: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Payload bytes in the file."""
-        return prod(self.shape) * ITEM_BYTES[self.dtype]
+    num_bytes: int  # payload in the file
 
     @property
     def stored_as(self) -> str | None:
@@ -53,8 +47,7 @@ class TensorSpec:
         return self.ours.removesuffix("weight") + ("codes" if self.part == "weight" else "scales")
 
 
-@dataclass(frozen=True, slots=True)
-class _Weight:
+class _Weight(NamedTuple):
     """A parameter before it is laid out for a variant."""
 
     name: str  # released, without ".weight" where the kind is quantised
@@ -74,8 +67,7 @@ def tensor_table(config: ModelConfig, *, variant: Variant = "released") -> tuple
     return tuple(
         spec
         for shard, weights in enumerate(_shards(config), start=1)
-        for weight in weights
-        for spec in _lay_out(weight, variant, shard)
+        for spec in _lay_out(weights, variant, shard)
     )
 
 
@@ -176,10 +168,10 @@ def _moe(config: ModelConfig, name: str, ours: str | None, experts: int) -> Iter
     for key, shape in shapes.items():
         shared = _under(ours, f"shared.{key}.weight")
         yield _Weight(f"{name}.shared_experts.{key}", shared, "fp8", shape)
+    stacks = {key: _under(ours, f"experts.{key}.weight") for key in shapes}
     for expert in range(experts):
         for key, shape in shapes.items():
-            stack = _under(ours, f"experts.{key}.weight")
-            yield _Weight(f"{name}.experts.{expert}.{key}", stack, "fp4", shape, expert)
+            yield _Weight(f"{name}.experts.{expert}.{key}", stacks[key], "fp4", shape, expert)
 
 
 def _engram(config: ModelConfig, engram: EngramConfig, layer: int, rows: int) -> Iterator[_Weight]:
@@ -241,29 +233,23 @@ def _under(ours: str | None, leaf: str) -> str | None:
     return None if ours is None else f"{ours}.{leaf}"
 
 
-def _lay_out(weight: _Weight, variant: Variant, shard: int) -> Iterator[TensorSpec]:
-    """A weight as it stands in a file: one tensor, or quantised codes and their scales."""
-
-    def spec(name: str, dtype: str, shape: tuple[int, ...], part: Part) -> TensorSpec:
-        return TensorSpec(
-            released=name,
-            dtype=dtype,
-            shape=shape,
-            ours=weight.ours,
-            expert=weight.expert,
-            part=part,
-            weight_format=FORMATS.get(kind),
-            shard=shard,
-        )
-
-    kind, shape = weight.kind, weight.shape
-    is_plain = kind not in FORMATS
-    if is_plain or variant != "released":
-        dtype = "F32" if kind == "f32" or variant == "float32" else "BF16"
-        yield spec(weight.name if is_plain else f"{weight.name}.weight", dtype, shape, "plain")
-        return
-    rows, cols = shape
-    codes = ("I8", (rows, cols // 2)) if kind == "fp4" else ("F8_E4M3", shape)
-    scale = (-(-rows // BLOCK) if kind == "fp8" else rows, -(-cols // BLOCK))
-    yield spec(f"{weight.name}.weight", *codes, "weight")
-    yield spec(f"{weight.name}.scale", "F8_E8M0", scale, "scale")
+def _lay_out(weights: Sequence[_Weight], variant: Variant, shard: int) -> Iterator[TensorSpec]:
+    """Weights as they stand in a file: one tensor each, or quantised codes and their scales."""
+    for name, ours, kind, shape, expert in weights:
+        parts: list[tuple[str, str, tuple[int, ...], Part]]
+        if kind not in FORMATS or variant != "released":
+            dtype = "F32" if kind == "f32" or variant == "float32" else "BF16"
+            parts = [(f"{name}.weight" if kind in FORMATS else name, dtype, shape, "plain")]
+        else:
+            rows, cols = shape
+            codes = ("I8", (rows, cols // 2)) if kind == "fp4" else ("F8_E4M3", shape)
+            scale = (-(-rows // BLOCK) if kind == "fp8" else rows, -(-cols // BLOCK))
+            parts = [
+                (f"{name}.weight", *codes, "weight"),
+                (f"{name}.scale", "F8_E8M0", scale, "scale"),
+            ]
+        for part_name, dtype, size, part in parts:
+            num_bytes = prod(size) * ITEM_BYTES[dtype]
+            yield TensorSpec(
+                part_name, dtype, size, ours, expert, part, FORMATS.get(kind), shard, num_bytes
+            )
