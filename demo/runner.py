@@ -1,9 +1,10 @@
 """Runs the stages of the demo: says what it does, times it, explains failures."""
 
+import itertools
 import os
 import shlex
 import subprocess
-import sys
+import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -55,9 +56,9 @@ class Runner:
     def command(self, *words: str | Path, capture: bool = False) -> str:
         """Run ``openv41 ...``; its progress stays visible, its output is returned on request."""
         arguments = [str(word) for word in words]
-        self.say(f"$ openv41 {shlex.join(arguments)}")
+        self.say(f"$ openv41 {shown(words)}")
         done = subprocess.run(
-            [sys.executable, "-m", "openv41.cli.main", *arguments],
+            [Path(sysconfig.get_path("scripts")) / "openv41", *arguments],
             stdout=subprocess.PIPE if capture else None,
             text=True,
             encoding="utf-8",
@@ -66,13 +67,20 @@ class Runner:
         )
         if done.returncode:
             raise StageError(
-                f"'openv41 {shlex.join(arguments)}' ended with status {done.returncode}; its "
-                "message stands above. Run that line alone to look closer."
+                f"'openv41 {shown(words)}' ended with status {done.returncode}; its message "
+                "stands above. Run that line alone to look closer."
             )
         return done.stdout or ""
 
 
-def relative(paths: Sequence[Path]) -> list[Path]:
-    """Paths from the current folder where they lie below it, for commands short enough to read."""
-    here = Path.cwd()
-    return [p.relative_to(here) if p.is_relative_to(here) else p for p in paths]
+def shown(words: Sequence[str | Path]) -> str:
+    """Write a command as a shell reads it; several files of one folder become a pattern."""
+    pieces = []
+    for pattern, group in itertools.groupby(words, _pattern):
+        members = [shlex.quote(str(word)) for word in group]
+        pieces += [pattern] if pattern and len(members) > 2 else members
+    return " ".join(pieces)
+
+
+def _pattern(word: str | Path) -> str:
+    return f"{word.parent}/*{word.suffix}" if isinstance(word, Path) and word.suffix else ""

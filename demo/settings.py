@@ -5,12 +5,15 @@ VOCABULARY = 1024
 SEED = 1
 
 TOKENS = 6_000_000  # training tokens, about three passes over the training part
-CONTEXT = 512  # tokens in a training document piece
-BATCH_TOKENS = 4096
-LEARNING_RATE = 3e-3
-WARMUP_TOKENS = 200_000
+TRAINING = {  # openv41 train ... --set key=value
+    "sequence_length": 512,
+    "batch_tokens": 4096,
+    "warmup_tokens": 200_000,
+    "optimizer.lr": 3e-3,
+}
 
-EVALUATION_CONTEXT = 512  # tokens a held-out window holds; its second half is scored
+EVALUATION_CONTEXT = 512  # tokens in a held-out window; the second half of each is scored
+EVALUATION_NUMERICS = "f32"
 PROMPT = "MACBETH.\n"
 SAMPLE_TOKENS = 320
 TEMPERATURE = 0.8

@@ -1,11 +1,13 @@
 """Held-out score: that of the model, over every byte of each document."""
 
+import itertools
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from demo import evaluate
 from demo.evaluate import pack, score_documents
 from openv41.io.tokenizer import train_tokenizer
 from openv41.train.data import evaluation_windows
@@ -17,7 +19,7 @@ SENTENCE = "Now is the winter of our discontent made glorious summer by this sun
 @pytest.fixture
 def shards(tmp_path):
     long, short = tmp_path / "long.txt", tmp_path / "short.txt"
-    long.write_text("".join(SENTENCE[i % 7 :] for i in range(200)))
+    long.write_text("".join(SENTENCE[i % 7 :] for i in range(20)))
     short.write_text("x")
     tokenizer = train_tokenizer([long], vocab_size=259)
     return prepare_shards([long, short], tokenizer, tmp_path / "shards")
@@ -41,12 +43,12 @@ class UnevenModel:
 def by_hand(shards, document):
     begin, end = shards.bounds[document], shards.bounds[document + 1]
     ids = shards.read(begin, end - 1).tolist()  # BOS first, EOS is no byte
-    hits = [100 + a % 7 == b for a, b in zip(ids, ids[1:], strict=False)]
+    hits = [100 + a % 7 == b for a, b in itertools.pairwise(ids)]
     bits = sum(1.0 if hit else math.log2(258 / 0.5) for hit in hits)
     return bits / shards.documents[document].bytes
 
 
-@pytest.mark.parametrize("context", [2, 9, 64, 100_000])
+@pytest.mark.parametrize("context", [3, 64, 100_000])
 def test_score_is_the_sum_over_all_tokens_whatever_the_window(shards, context):
     seen = []
     scores = score_documents(UnevenModel(), shards, context=context, progress=seen.append)
@@ -57,9 +59,10 @@ def test_score_is_the_sum_over_all_tokens_whatever_the_window(shards, context):
     assert sum(seen) == shards.num_tokens - 4  # BOS and EOS of two documents
 
 
-def test_packing_keeps_every_window_in_order(shards):
+def test_packing_keeps_every_window_in_order(shards, monkeypatch):
+    monkeypatch.setattr(evaluate, "FORWARD_TOKENS", 1000)
     windows = list(evaluation_windows(shards, sequence_length=64, stride=32))
     packed = list(pack(iter(windows)))
     assert [id(w) for group in packed for w in group] == [id(w) for w in windows]
-    assert max(sum(len(w.ids) for w in group) for group in packed) <= 8192
+    assert max(sum(len(w.ids) for w in group) for group in packed) <= 1000
     assert len(packed) > 1

@@ -1,0 +1,203 @@
+"""What the demo leaves behind: a table, summary.json, the loss curve and an HTML page."""
+
+import base64
+import html
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from string import Template
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from openv41.errors import DataError
+from openv41.io.atomic import atomic_path, write_atomic
+
+TEMPLATE = Path(__file__).with_name("report_template.html")
+SMOOTHING_STEPS = 40  # of the training loss in the picture
+BLUE, ORANGE, GREY, INK = "#1f5fbf", "#e07b00", "#9aa3ad", "#30363d"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """Every figure of the demo; the field names are the keys of summary.json."""
+
+    heldout_bits_per_byte: float
+    xz_bits_per_byte: float
+    trigram_bits_per_byte: float
+    beats_trigram: bool
+    heldout_bits_per_byte_by_document: dict[str, float]
+    trigram_bits_per_byte_by_vocabulary: dict[int, float]
+    heldout_documents: list[str]
+    heldout_bytes: int
+    heldout_tokens: int
+    heldout_shingles_in_training: dict[str, float]
+    training_bytes: int
+    training_tokens: int
+    tokens_seen: int
+    epochs_seen: float
+    vocabulary: int
+    parameters: int
+    cache_bytes_per_token: int
+    export_bytes: int
+    seed: int
+    train_seconds: float
+    train_tokens_per_second: float
+    total_seconds: float
+    seconds_by_stage: dict[str, float]
+    prompt: str
+    sample: str
+
+    @property
+    def best_vocabulary(self) -> int:
+        """Vocabulary of the best trigram."""
+        table = self.trigram_bits_per_byte_by_vocabulary
+        return min(table, key=table.__getitem__)
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Points over training tokens, in bits per byte."""
+
+    tokens: list[int]
+    training: list[float]
+    heldout_tokens: list[int]
+    heldout: list[float]
+
+
+def rows(summary: Summary) -> list[tuple[str, str, str]]:
+    """Label, value and remark of each line of the table."""
+    s = summary
+    margin = s.trigram_bits_per_byte - s.heldout_bits_per_byte
+    verdict = f"{abs(margin):.3f} {'below' if margin > 0 else 'above'} the trigram"
+    plays = ", ".join(Path(name).stem for name in s.heldout_documents)
+    stages = ", ".join(f"{name} {value:.0f}" for name, value in s.seconds_by_stage.items())
+    return [
+        ("this model, bits per held-out byte", f"{s.heldout_bits_per_byte:.3f}", verdict),
+        (
+            "Witten-Bell trigram",
+            f"{s.trigram_bits_per_byte:.3f}",
+            f"best of three vocabularies ({s.best_vocabulary:,} tokens)",
+        ),
+        ("xz -9", f"{s.xz_bits_per_byte:.3f}", "the held-out text compressed alone"),
+        ("held-out bytes", f"{s.heldout_bytes:,}", plays),
+        ("training bytes", f"{s.training_bytes:,}", "39 texts, no other edition of the above"),
+        ("parameters", f"{s.parameters:,}", f"exported in {s.export_bytes / 1e6:.1f} MB"),
+        ("training tokens seen", f"{s.tokens_seen:,}", f"{s.epochs_seen:.2f} passes"),
+        (
+            "training seconds",
+            f"{s.train_seconds:.0f}",
+            f"{s.train_tokens_per_second:,.0f} tokens/s",
+        ),
+        ("cache bytes per token", f"{s.cache_bytes_per_token:,}", "global part, all layers"),
+        ("total seconds", f"{s.total_seconds:.0f}", stages),
+    ]
+
+
+def as_table(summary: Summary) -> Table:
+    """Build the terminal table."""
+    table = Table(title="Demo: the reloaded export on plays it never saw", title_justify="left")
+    table.add_column("")
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("", style="dim")
+    for number, (label, value, remark) in enumerate(rows(summary)):
+        table.add_row(label, value, remark, style="bold" if number == 0 else None)
+    return table
+
+
+def read_log(file: Path, bytes_per_token: float) -> Curve:
+    """Read the training log: JSON lines with ``tokens`` and ``loss`` (nats per token).
+
+    Lines that carry ``heldout_bits_per_byte`` give the held-out points.
+    """
+    curve = Curve([], [], [], [])
+    try:
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: cannot read the training log: {error}") from None
+    for record in records:
+        if "loss" in record:
+            curve.tokens.append(record["tokens"])
+            curve.training.append(record["loss"] / math.log(2) / bytes_per_token)
+        if "heldout_bits_per_byte" in record:
+            curve.heldout_tokens.append(record["tokens"])
+            curve.heldout.append(record["heldout_bits_per_byte"])
+    if not curve.tokens:
+        raise DataError(f"{file} holds no line with a loss; the training wrote no step")
+    return curve
+
+
+def smooth(values: Sequence[float], steps: int) -> list[float]:
+    """Average exponentially over about ``steps`` values, without a bias at the start."""
+    keep = 1 - 1 / steps
+    total, weight, out = 0.0, 0.0, []
+    for value in values:
+        total = keep * total + value
+        weight = keep * weight + 1
+        out.append(total / weight)
+    return out
+
+
+def draw_curve(curve: Curve, summary: Summary, file: Path) -> None:
+    """Draw the loss beside the baselines."""
+    figure = Figure(figsize=(8, 4.5), dpi=160, layout="constrained")
+    axes = figure.subplots()
+    millions = [t / 1e6 for t in curve.tokens]
+    axes.plot(millions, curve.training, color=BLUE, alpha=0.18, linewidth=0.8)
+    label = f"training (mean of about {SMOOTHING_STEPS} steps)"
+    axes.plot(millions, smooth(curve.training, SMOOTHING_STEPS), color=BLUE, label=label)
+    points = [t / 1e6 for t in curve.heldout_tokens] + [summary.tokens_seen / 1e6]
+    scores = [*curve.heldout, summary.heldout_bits_per_byte]
+    axes.plot(points, scores, color=ORANGE, marker="o", markersize=4, label="held-out plays")
+    axes.annotate(
+        f"{scores[-1]:.3f}", (points[-1], scores[-1]), xytext=(6, 0), textcoords="offset points",
+        color=ORANGE, fontweight="bold", va="center",
+    )  # fmt: skip
+    _draw_baselines(axes, summary)
+    low = min(*scores, *smooth(curve.training, SMOOTHING_STEPS))
+    axes.set_xlim(0, max(points) * 1.08)
+    axes.set_ylim(low - 0.15, summary.xz_bits_per_byte + 0.9)
+    axes.set_xlabel("training tokens (millions)")
+    axes.set_ylabel("bits per byte")
+    axes.set_title("Learning Shakespeare, beside two baselines", loc="left", color=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper right")
+    with atomic_path(file) as temporary:
+        figure.savefig(temporary, format="png")
+
+
+def _draw_baselines(axes: Axes, summary: Summary) -> None:
+    named = {"xz -9": summary.xz_bits_per_byte, "trigram": summary.trigram_bits_per_byte}
+    for name, value in named.items():
+        axes.axhline(value, color=GREY, linestyle=(0, (5, 3)), linewidth=1)
+        axes.annotate(
+            f"{name}  {value:.3f}", (0.01, value), xycoords=("axes fraction", "data"),
+            xytext=(0, 3), textcoords="offset points", color=INK, fontsize=9,
+        )  # fmt: skip
+
+
+def write_report(summary: Summary, picture: Path, file: Path) -> None:
+    """Write one HTML file with everything inside."""
+    lines = "\n".join(
+        f"<tr><td>{html.escape(label)}</td><td>{html.escape(value)}</td>"
+        f"<td>{html.escape(remark)}</td></tr>"
+        for label, value, remark in rows(summary)
+    )
+    page = Template(TEMPLATE.read_text()).substitute(
+        table=lines,
+        picture=base64.b64encode(picture.read_bytes()).decode(),
+        prompt=html.escape(summary.prompt),
+        sample=html.escape(summary.sample),
+        score=f"{summary.heldout_bits_per_byte:.3f}",
+        trigram=f"{summary.trigram_bits_per_byte:.3f}",
+        xz=f"{summary.xz_bits_per_byte:.3f}",
+    )
+    write_atomic(file, page.encode())
+
+
+def write_summary(summary: Summary, file: Path) -> None:
+    """Write summary.json."""
+    write_atomic(file, json.dumps(asdict(summary), indent=2, ensure_ascii=False).encode() + b"\n")
