@@ -236,13 +236,18 @@ def test_atomic_folder_appears_whole_and_replaces(tmp_path):
     assert [path.name for path in target.parent.iterdir()] == ["target"]
 
 
+def write_and_fail(target, error):
+    with atomic_folder(target) as partial:
+        (partial / "new").write_text("new")
+        raise error
+
+
 def test_atomic_folder_keeps_the_old_one_on_failure(tmp_path):
     target = tmp_path / "target"
     target.mkdir()
     (target / "old").write_text("old")
-    with pytest.raises(KeyboardInterrupt), atomic_folder(target) as partial:
-        (partial / "new").write_text("new")
-        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        write_and_fail(target, KeyboardInterrupt)
     assert content(target) == {"old": "old"}
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
@@ -251,8 +256,7 @@ def test_atomic_folder_puts_back_what_a_dead_process_set_aside(tmp_path):
     for name in (".target.old", ".target.partial"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a").write_text(name)
-    with pytest.raises(RuntimeError, match="again"), atomic_folder(tmp_path / "target"):
-        assert content(tmp_path / "target") == {"a": ".target.old"}
-        raise RuntimeError("again")
+    with pytest.raises(RuntimeError, match="again"):
+        write_and_fail(tmp_path / "target", RuntimeError("again"))
     assert content(tmp_path / "target") == {"a": ".target.old"}
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
