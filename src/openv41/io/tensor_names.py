@@ -76,6 +76,18 @@ def num_shards(config: ModelConfig) -> int:
     return len(_shards(config))
 
 
+def count_declared(config: ModelConfig) -> dict[str, int]:
+    """Parameters of the parts that are declared here and have no module of ours."""
+    parts: dict[str, list[_Weight]] = {}
+    if config.vision:
+        parts["vision"] = list(_vision(config.vision, config.hidden_size))
+    if config.dspark:
+        stages = range(config.dspark.num_stages)
+        drafter = [_drafter_stage(config, config.dspark, s) for s in stages]
+        parts["drafter"] = [weight for stage in drafter for weight in stage]
+    return {part: sum(prod(w.shape) for w in weights) for part, weights in parts.items()}
+
+
 def shard_name(shard: int, total: int) -> str:
     """File name of a shard, counted from 1."""
     return f"model-{shard:05d}-of-{total:05d}.safetensors"

@@ -1,0 +1,172 @@
+"""What a model costs: parameters, floating-point operations and cache bytes. Report §2.1, §2.2.
+
+Parameters are counted from a built model (the meta device will do). "Prefill" is what every prompt
+token but the last few needs: the encoder, and the projections of the decoder's kv source.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+from torch import nn
+
+from openv41.config import ModelConfig
+from openv41.layers.quantized_linear import QuantizedWeight
+from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
+from openv41.plan import LayerPlan, plan_layers
+
+# The first fragment that a parameter's name contains decides where it counts.
+COMPONENTS = {
+    "embed.": "embedding",
+    "head.": "head",
+    ".engram.table": "engram tables",
+    ".engram.": "engram projections",
+    "_mhc.": "hyper-connections",
+    ".attention.compressor.": "compressors",
+    ".attention.indexer.": "indexers",
+    ".attention.": "attention",
+    ".moe.experts.": "routed experts",
+    ".moe.shared.": "shared experts",
+    ".moe.gate.": "routers",
+    "norm.": "norms",
+}
+# What the decoder's kv source computes for prompt tokens, see prefill_cut.
+KV_SOURCE_PARTS = (
+    "attn_norm.",
+    "attention.wkv.",
+    "attention.kv_norm.",
+    "attention.compressor.",
+    "attention.indexer.wk.",
+    "attention.indexer.k_norm.",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """Floating-point operations for one token; a multiply and an add count as two."""
+
+    matrices: int  # products with weights, the head included where it runs
+    attention: int  # scores and values over the window and the selected entries
+    indexer: int  # scores of index sources
+    streams: int  # collapsing and updating the residual streams
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.matrices + self.attention + self.indexer + self.streams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheBytes:
+    """Bytes of the caches in their stored FP4 and FP8 forms. Report §2.4.4."""
+
+    global_per_token: float  # main KV and index keys of all kv sources
+    window_per_request: int  # window KV of all layers, once the window is full
+
+
+def parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shape of every weight by the name of its float parameter, also where codes are stored."""
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedWeight) and module.is_stored:
+            *rows, columns = module.codes.shape
+            packed = 2 if module.weight_format == "fp4" else 1
+            shapes[f"{name}.weight"] = (*rows, columns * packed)
+    return shapes
+
+
+def count_parameters(model: CausalEncoderDecoder) -> dict[str, int]:
+    """Parameters by component, in the order of COMPONENTS."""
+    counts = dict.fromkeys(COMPONENTS.values(), 0)
+    for name, shape in parameter_shapes(model).items():
+        counts[component_of(name)] += prod(shape)
+    return {component: count for component, count in counts.items() if count}
+
+
+def component_of(name: str) -> str:
+    """Component that a parameter of ours belongs to."""
+    for fragment, component in COMPONENTS.items():
+        if fragment in name:
+            return component
+    raise AssertionError(f"no component for parameter {name}")
+
+
+def prefill_cut(config: ModelConfig) -> int:
+    """First layer that prompt tokens skip: the last kv source, or the end without one."""
+    return max(config.kv_sources, default=config.num_layers)
+
+
+def active_parameters(model: CausalEncoderDecoder, *, prefill: bool) -> int:
+    """Parameters that work on one token: no embedding, no table, the chosen experts alone."""
+    return sum(map(prod, _active_shapes(model, prefill=prefill)))
+
+
+def flops_per_token(model: CausalEncoderDecoder, context: int, *, prefill: bool) -> Work:
+    """Operations for the last token of a context of this length."""
+    config = model.config
+    shapes = _active_shapes(model, prefill=prefill)
+    plans = plan_layers(config)[: prefill_cut(config) if prefill else None]
+    return Work(
+        matrices=2 * sum(prod(shape) for shape in shapes if len(shape) > 1),
+        attention=sum(_attention_flops(config, plan, context) for plan in plans),
+        indexer=sum(_indexer_flops(config, plan, context) for plan in plans),
+        streams=len(plans) * _stream_flops(config),
+    )
+
+
+def cache_bytes(config: ModelConfig) -> CacheBytes:
+    """Cache bytes of the stored forms: FP4 main KV and index keys, FP8 window KV."""
+    latent, key = config.attention.head_dim, config.indexer.head_dim
+    entry = latent // 2 + _blocks(latent, 16) + key // 2 + _blocks(key, 32)
+    row = latent + _blocks(latent, 32)
+    return CacheBytes(
+        global_per_token=sum(entry / config.compress_ratios[s] for s in config.kv_sources),
+        window_per_request=row * config.attention.window_size * config.num_layers,
+    )
+
+
+def _active_shapes(model: CausalEncoderDecoder, *, prefill: bool) -> list[tuple[int, ...]]:
+    """Shapes of the weights that one token meets, stacks of experts cut to the chosen ones."""
+    cut, active = prefill_cut(model.config), []
+    for name, shape in parameter_shapes(model).items():
+        component = component_of(name)
+        if component in ("embedding", "engram tables") or (
+            prefill and not _runs_in_prefill(name, cut)
+        ):
+            continue
+        is_stack = component == "routed experts"
+        active.append((model.config.moe.top_k, *shape[1:]) if is_stack else shape)
+    return active
+
+
+def _runs_in_prefill(name: str, cut: int) -> bool:
+    if not name.startswith("layers."):
+        return False  # final norm and head: last token only
+    _, layer, rest = name.split(".", 2)
+    return int(layer) < cut or (int(layer) == cut and rest.startswith(KV_SOURCE_PARTS))
+
+
+def _attention_flops(config: ModelConfig, plan: LayerPlan, context: int) -> int:
+    attention = config.attention
+    entries = min(attention.window_size, context)
+    if plan.ratio:
+        entries += min(config.indexer.top_k, context // plan.ratio)
+    return 4 * attention.num_heads * attention.head_dim * entries
+
+
+def _indexer_flops(config: ModelConfig, plan: LayerPlan, context: int) -> int:
+    if not plan.is_index_source:
+        return 0
+    indexer, scored = config.indexer, context // plan.ratio
+    if plan.uses_candidates:
+        scored = min(scored, indexer.pool_size)
+    return 2 * indexer.num_heads * (indexer.head_dim + 1) * scored
+
+
+def _stream_flops(config: ModelConfig) -> int:
+    """Two sites per layer, each N D to collapse and (N + 1) N D to update, times two."""
+    num = config.mhc.num_streams
+    return 2 * 2 * config.hidden_size * num * (num + 2)
+
+
+def _blocks(width: int, size: int) -> int:
+    return -(-width // size)
