@@ -13,7 +13,7 @@ from openv41.layers.geometry import Entries, Segment, lookback_rows, segments
 from openv41.layers.probe import Probe
 from openv41.layers.store import KVStore, Slot
 
-PAIRS_AT_ONCE = 1 << 22  # query-entry pairs scored in one piece
+PAIRS_AT_ONCE = 1 << 18  # query-entry pairs scored in one piece
 
 
 class ForwardContext:
@@ -39,7 +39,7 @@ class ForwardContext:
         self.selected: dict[int, Int[Tensor, "T K"]] = {}  # by index source, ids within a request
         self.candidates: Bool[Tensor, "T M"] | None = None
         self.is_image: Bool[Tensor, " T"] | None = None
-        self.recent_ids: Int[Tensor, "T G+1"] | None = None  # compressed, newest first
+        self.recent_ids: Int[Tensor, "T reach"] | None = None  # compressed, newest first
         self.pad_id = 0  # compressed id of the padding token
         self.taps: list[Float[Tensor, "T D"]] = []  # stream means, inputs of the drafter
         self.expert_counts: dict[int, Int[Tensor, "2 E"]] = {}  # by layer: text, image
@@ -69,7 +69,7 @@ class ForwardContext:
             self._segments[ratio] = segments(self.batch, self.entries(ratio), PAIRS_AT_ONCE)
         return self._segments[ratio]
 
-    def rope(self, ratio: int, *, of_entries: bool = False) -> Complex[Tensor, "T R/2"]:
+    def rope(self, ratio: int, *, of_entries: bool = False) -> Complex[Tensor, "T pairs"]:
         """Rotation of each token, or of each new entry at its group's first position.
 
         Layers without main KV use the plain base, all others the compressed base with YaRN.
@@ -111,7 +111,7 @@ class ForwardContext:
             parts.append(self.store.read(request, slot, first, stop))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def with_pending(self, slot: Slot, new: Float[Tensor, "T C"]) -> Float[Tensor, "B+T C"]:
+    def with_pending(self, slot: Slot, new: Float[Tensor, "T C"]) -> Float[Tensor, "rows C"]:
         """Put the projections of each request's previous position before the new ones.
 
         Only a request that stands in the middle of a group has one; others get zeros.
@@ -129,7 +129,7 @@ class ForwardContext:
         return torch.where(selected < 0, -1, selected + self.entries(ratio).first_rows[:, None])
 
 
-def frequencies(attention: AttentionConfig, ratio: int) -> Float[Tensor, " R/2"]:
+def frequencies(attention: AttentionConfig, ratio: int) -> Float[Tensor, " pairs"]:
     """Rotary frequencies of a layer with this compression ratio."""
     if ratio == 0:
         return ops.rope_frequencies(attention.rope_dim, attention.rope_theta)

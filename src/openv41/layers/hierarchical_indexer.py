@@ -58,7 +58,7 @@ class HierarchicalIndexer(nn.Module):
             self.k_norm = RMSNorm(dim, config.norm_eps, **made)
 
     def keys(
-        self, latent: Float[Tensor, "M C"], rope: Complex[Tensor, "M R/2"]
+        self, latent: Float[Tensor, "M C"], rope: Complex[Tensor, "M pairs"]
     ) -> Float[Tensor, "M J"]:
         """Index keys from the latents before rotation and rounding."""
         keys = ops.rotate(self.k_norm(self.wk(latent)), rope)

@@ -11,8 +11,8 @@ DEAD = -1  # compressed id of an image position, and of what stands before the s
 
 @op
 def hash_ngrams(
-    recent: Int[Tensor, "T G+1"],
-    multipliers: Int[Tensor, " G+1"],
+    recent: Int[Tensor, "T reach"],
+    multipliers: Int[Tensor, " reach"],
     primes: Int[Tensor, "G Q"],
     offsets: Int[Tensor, "G Q"],
     pad_id: int,

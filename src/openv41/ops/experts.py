@@ -59,7 +59,7 @@ def sort_by_expert(
 
 
 @op
-def combine(outputs: Float[Tensor, "T*A D"], order: Int[Tensor, " T*A"], top_k: int) -> Tensor:
+def combine(outputs: Float[Tensor, "pairs D"], order: Int[Tensor, " pairs"], top_k: int) -> Tensor:
     """Undo ``order`` and sum each token's experts, in at least float32: [T, D]."""
     wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
     place = torch.empty_like(order)

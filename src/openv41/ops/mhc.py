@@ -1,5 +1,7 @@
 """Residual streams and their mixing coefficients. Report §2.4.1."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -28,14 +30,13 @@ def predict_mix(
     """
     num = x.shape[1]
     flat = x.flatten(1).to(torch.promote_types(x.dtype, torch.float32))
-    inverse = torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
-    mixes = linear(flat, fn, deterministic=deterministic) * inverse  # [T, N*(N+2)]
+    mixes: Tensor = _NormedProjection.apply(flat, fn.to(flat.dtype), norm_eps, deterministic)
     return coefficients(mixes, base, scale, num, steps=steps, eps=eps)
 
 
 def coefficients(
-    mixes: Float[Tensor, "T N*(N+2)"],
-    base: Float[Tensor, " N*(N+2)"],
+    mixes: Float[Tensor, "T size"],
+    base: Float[Tensor, " size"],
     scale: Float[Tensor, " 3"],
     num: int,
     *,
@@ -44,7 +45,7 @@ def coefficients(
 ) -> tuple[Float[Tensor, "T N"], Float[Tensor, "T N N"], Float[Tensor, "T N"]]:
     """Turn raw mixes, in the order [A (N), C (N), B (N x N)], into coefficients A, B, C."""
     sizes = [num, num, num * num]
-    spread = torch.repeat_interleave(scale, torch.tensor(sizes, device=scale.device))
+    spread = torch.cat([scale[i].expand(size) for i, size in enumerate(sizes)])
     raw_a, raw_c, raw_b = (mixes * spread + base).split(sizes, dim=-1)
     comb = doubly_stochastic(raw_b.unflatten(-1, (num, num)), steps, eps)
     return raw_a.sigmoid() + eps, comb.transpose(1, 2), 2 * raw_c.sigmoid()
@@ -57,7 +58,8 @@ def mix_streams(x: Float[Tensor, "T N D"], a: Float[Tensor, "T N"]) -> Float[Ten
     Accumulates in at least float32 (float64 stays); the result has the dtype of ``x``.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    return torch.einsum("tnd,tn->td", x.to(wide), a.to(wide)).to(x.dtype)
+    mixed: Tensor = _Mix.apply(x.to(wide), a.to(wide)[:, None])
+    return mixed[:, 0].to(x.dtype)
 
 
 @op
@@ -69,5 +71,55 @@ def update_streams(
 ) -> Float[Tensor, "T N D"]:
     """Write a block output back into the streams: X' = B X + C y, Eq. (6)."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    mixed = torch.einsum("tmn,tnd->tmd", b.to(wide), x.to(wide))
-    return (mixed + c.to(wide)[..., None] * y.to(wide)[:, None]).to(x.dtype)
+    old: Tensor = _Mix.apply(x.to(wide), b.to(wide))
+    new: Tensor = _Mix.apply(y.to(wide)[:, None], c.to(wide)[..., None])
+    return (old + new).to(x.dtype)
+
+
+class _Mix(torch.autograd.Function):
+    """out[t, m] = sum_n b[t, m, n] x[t, n], as N multiply-adds of whole rows per output stream.
+
+    Matrices this small are slower as batched products, and rows keep a token's result independent
+    of the batch.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, b: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(x, b)
+        return _combine_rows(x, b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+        x, b = ctx.saved_tensors
+        grad_b = torch.empty_like(b)
+        for m in range(b.shape[1]):
+            grad_b[:, m] = (grad[:, m, None] * x).sum(-1)
+        return _combine_rows(grad, b.mT), grad_b
+
+
+def _combine_rows(x: Tensor, b: Tensor) -> Tensor:
+    out = torch.empty(len(x), b.shape[1], x.shape[2], dtype=x.dtype, device=x.device)
+    for m in range(b.shape[1]):
+        row = out[:, m]
+        torch.mul(x[:, 0], b[:, m, 0, None], out=row)
+        for n in range(1, b.shape[2]):
+            row.addcmul_(x[:, n], b[:, m, n, None])
+    return out
+
+
+class _NormedProjection(torch.autograd.Function):
+    """(x W^T) / rms(x), with the gradient in closed form."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, deterministic: bool) -> Tensor:  # noqa: ANN401
+        inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        out = linear(x, weight, deterministic=deterministic) * inverse
+        ctx.save_for_backward(x, weight, inverse, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # noqa: ANN401
+        x, weight, inverse, out = ctx.saved_tensors
+        scaled = grad * inverse
+        along = (grad * out).sum(-1, keepdim=True) * inverse.square() / x.shape[-1]
+        return (scaled @ weight).addcmul_(x, along, value=-1), scaled.T @ x, None, None

@@ -9,7 +9,7 @@ from torch import Tensor
 from openv41.ops._dispatch import op
 
 
-def rope_frequencies(rope_dim: int, theta: float) -> Float[Tensor, " R/2"]:
+def rope_frequencies(rope_dim: int, theta: float) -> Float[Tensor, " pairs"]:
     """Angle per position of each channel pair: theta^(-2k / R), in float32."""
     exponents = torch.arange(0, rope_dim, 2, dtype=torch.float32) / rope_dim
     return 1.0 / theta**exponents
@@ -23,7 +23,7 @@ def yarn_frequencies(
     beta_fast: float,
     beta_slow: float,
     original_max_position: int,
-) -> Float[Tensor, " R/2"]:
+) -> Float[Tensor, " pairs"]:
     """Divide slow frequencies by ``factor``, keep fast ones, blend linearly between them.
 
     Applied at every length and without an attention factor.
@@ -42,8 +42,8 @@ def yarn_frequencies(
 
 
 def rope_table(
-    positions: Int[Tensor, " T"], frequencies: Float[Tensor, " R/2"]
-) -> Complex[Tensor, "T R/2"]:
+    positions: Int[Tensor, " T"], frequencies: Float[Tensor, " pairs"]
+) -> Complex[Tensor, "T pairs"]:
     """Unit complex number of each position and pair; angles are float32 products."""
     angles = torch.outer(positions.to(torch.float32), frequencies)
     return torch.polar(torch.ones_like(angles), angles)
@@ -51,7 +51,7 @@ def rope_table(
 
 @op
 def rotate(
-    x: Float[Tensor, "T ... C"], table: Complex[Tensor, "T R/2"], *, inverse: bool = False
+    x: Float[Tensor, "T ... C"], table: Complex[Tensor, "T pairs"], *, inverse: bool = False
 ) -> Float[Tensor, "T ... C"]:
     """Rotate the last R channels of each row, as adjacent pairs; ``inverse`` rotates back.
 
