@@ -115,7 +115,7 @@ def test_context_changes_the_work():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["relased"], "'relased' is neither a preset (tiny, bench30m, thin, small, released) nor"),
+        (["large"], "'large' is neither a preset (tiny, bench30m, thin, small, released) nor"),
         (["tiny", "--context", "0"], "--context is 0, must be 1 to 2048, the model's max_position"),
         (["tiny", "--context", "4096"], "--context is 4096, must be 1 to 2048"),
     ],
