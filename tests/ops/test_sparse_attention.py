@@ -12,6 +12,11 @@ from tests.close import assert_close
 from tests.oracles import attention as oracle
 
 
+def attend(q, window_kv, window_rows, *rest):
+    """The op, with bands planned from the rows."""
+    return ops.sparse_attention(q, window_kv, ops.plan_window(window_rows), *rest)
+
+
 def case(T, H=2, C=4, S=9, M=7, W=3, K=4, dtype=torch.float64):  # noqa: PLR0917
     q = torch.randn(T, H, C).to(dtype)
     window_kv, main_kv = torch.randn(S, C).to(dtype), torch.randn(M, C).to(dtype)
@@ -34,7 +39,7 @@ def reference(q, window_kv, window_rows, main_kv, main_rows, sink, scale):  # no
 @pytest.mark.parametrize("T", [1, 63, 127, 129])
 def test_matches_oracle(T, dtype):
     inputs = case(T, dtype=dtype)
-    got = ops.sparse_attention(*inputs)
+    got = attend(*inputs)
     assert got.dtype == dtype
     assert_close("attention", got, reference(*inputs), ulps=16)
 
@@ -43,9 +48,9 @@ def test_matches_oracle(T, dtype):
 def test_golden(golden_dir):
     stored = load_file(golden_dir / "ops" / "ops.safetensors")
     q, kv, rows = stored["attn.q"][0], stored["attn.kv"][0], stored["attn.indices"][0].long()
-    got = ops.sparse_attention(q, kv, rows, kv[:0], rows[:, :0], stored["attn.sink"], 64**-0.5)
+    got = attend(q, kv, rows, kv[:0], rows[:, :0], stored["attn.sink"], 64**-0.5)
     assert_close("attention", got, stored["attn.out"][0], ulps=2)
-    split = ops.sparse_attention(
+    split = attend(
         q, kv, rows[:, :30], kv, rows[:, 30:], stored["attn.sink"], 64**-0.5
     )
     assert_close("window and selection", split, stored["attn.out"][0], ulps=2)
@@ -55,9 +60,9 @@ def test_on_paper():
     """One key that scores ln 3 against a sink of 0 keeps 3/4; seen twice it keeps 6/7."""
     q, kv = torch.tensor([[[math.log(3), 0.0]]]), torch.tensor([[1.0, 8.0]])
     once, none, sink = torch.tensor([[0]]), torch.tensor([[-1]]), torch.zeros(1)
-    got = ops.sparse_attention(q, kv, once, kv, none, sink, 1.0)
+    got = attend(q, kv, once, kv, none, sink, 1.0)
     assert_close("once", got, torch.tensor([[[0.75, 6.0]]]), rtol=1e-6)
-    got = ops.sparse_attention(q, kv, once, kv, once, sink, 1.0)
+    got = attend(q, kv, once, kv, once, sink, 1.0)
     assert_close("twice", got, torch.tensor([[[6 / 7, 48 / 7]]]), rtol=1e-6)
 
 
@@ -65,10 +70,10 @@ def test_infinite_sink_takes_all_and_none():
     inputs = case(5)
     inputs[2][:, 0] = 1
     inputs[5] = torch.full((2,), math.inf, dtype=torch.float64)
-    assert not ops.sparse_attention(*inputs).any()
+    assert not attend(*inputs).any()
     inputs[5] = -inputs[5]
     q, window_kv, window_rows, main_kv, main_rows, _, scale = inputs
-    for t, row in enumerate(ops.sparse_attention(*inputs)):
+    for t, row in enumerate(attend(*inputs)):
         keys = [window_kv[r] for r in window_rows[t] if r >= 0]
         keys = torch.stack(keys + [main_kv[r] for r in main_rows[t] if r >= 0])
         want = (q[t] @ keys.T * scale).softmax(-1) @ keys
@@ -80,10 +85,10 @@ def test_sinks_belong_to_heads():
     order = torch.tensor([2, 0, 1])
     moved = list(inputs)
     moved[0], moved[5] = inputs[0][:, order], inputs[5][order]
-    want = ops.sparse_attention(*inputs)[:, order]
-    assert_close("permuted heads", ops.sparse_attention(*moved), want, rtol=1e-12, atol=1e-14)
+    want = attend(*inputs)[:, order]
+    assert_close("permuted heads", attend(*moved), want, rtol=1e-12, atol=1e-14)
     moved[5] = inputs[5]
-    assert (ops.sparse_attention(*moved) - want).abs().max() > 1e-3
+    assert (attend(*moved) - want).abs().max() > 1e-3
 
 
 def test_absent_rows_never_hide_row_zero():
@@ -93,17 +98,17 @@ def test_absent_rows_never_hide_row_zero():
     want = reference(*inputs)
     for shift in range(3):
         inputs[4] = torch.tensor([[0, -1, -1]]).roll(shift, 1)
-        assert_close("order", ops.sparse_attention(*inputs), want, rtol=1e-10, atol=1e-12)
+        assert_close("order", attend(*inputs), want, rtol=1e-10, atol=1e-12)
 
 
 def test_rows_that_nobody_names_may_be_nan():
     inputs = case(6)
     inputs[2][inputs[2] == 0] = -1
     inputs[4][inputs[4] == 0] = -1
-    want = ops.sparse_attention(*inputs)
+    want = attend(*inputs)
     inputs[1][0] = inputs[3][0] = math.nan
     leaves = [inputs[i].requires_grad_() for i in (0, 1, 3, 5)]
-    got = ops.sparse_attention(*inputs)
+    got = attend(*inputs)
     assert torch.equal(got, want)
     got.sum().backward()
     for leaf in leaves:
@@ -118,7 +123,7 @@ def test_query_without_keys_gives_zero_and_finite_gradients(dtype, sink):
     inputs[2][0, 0] = inputs[2][2, 0] = 0
     inputs[5] = torch.full((2,), sink)
     leaves = [inputs[i].requires_grad_() for i in (0, 1, 3, 5)]
-    out = ops.sparse_attention(*inputs)
+    out = attend(*inputs)
     assert not out[1].any()
     assert out.isfinite().all()
     out.sum().backward()
@@ -131,7 +136,7 @@ def test_large_scores_stay_finite():
     inputs = case(4, dtype=torch.float32)
     inputs[0] *= 1e4
     inputs[0].requires_grad_()
-    out = ops.sparse_attention(*inputs)
+    out = attend(*inputs)
     out.sum().backward()
     assert_close(
         "large", out, reference(*(p.detach() if torch.is_tensor(p) else p for p in inputs)), ulps=64
@@ -144,14 +149,14 @@ def test_empty(T):
     inputs = case(T, W=2, K=0, M=0)
     inputs[4] = torch.zeros(T, 0, dtype=torch.int64)
     assert_close(
-        "no main KV", ops.sparse_attention(*inputs), reference(*inputs), rtol=1e-10, atol=1e-12
+        "no main KV", attend(*inputs), reference(*inputs), rtol=1e-10, atol=1e-12
     )
 
 
 def test_more_queries_than_one_tile():
     inputs = case(1030)
     inputs[0].requires_grad_()
-    out = ops.sparse_attention(*inputs)
+    out = attend(*inputs)
     (whole,) = torch.autograd.grad(out.sum(), inputs[0])
     last = [inputs[0][1029:], inputs[1], inputs[2][1029:], inputs[3], inputs[4][1029:], *inputs[5:]]
     assert_close(
@@ -161,7 +166,7 @@ def test_more_queries_than_one_tile():
         rtol=1e-10,
         atol=1e-12,
     )
-    (alone,) = torch.autograd.grad(ops.sparse_attention(*last).sum(), inputs[0])
+    (alone,) = torch.autograd.grad(attend(*last).sum(), inputs[0])
     assert_close("gradient", alone[1029:], whole[1029:], rtol=1e-10, atol=1e-12)
 
 
@@ -170,12 +175,12 @@ def test_gradcheck():
     window_rows[2], main_rows[2] = -1, -1
 
     def run(q, window_kv, main_kv, sink):
-        return ops.sparse_attention(q, window_kv, window_rows, main_kv, main_rows, sink, scale)
+        return attend(q, window_kv, window_rows, main_kv, main_rows, sink, scale)
 
     inputs = [t.requires_grad_() for t in (q, window_kv, main_kv, sink)]
     assert torch.autograd.gradcheck(run, inputs)
     one_store = [t.detach().clone().requires_grad_() for t in (q, window_kv, sink)]
     shared = main_rows.clamp(max=3)
     assert torch.autograd.gradcheck(
-        lambda q, kv, s: ops.sparse_attention(q, kv, window_rows, kv, shared, s, scale), one_store
+        lambda q, kv, s: attend(q, kv, window_rows, kv, shared, s, scale), one_store
     )

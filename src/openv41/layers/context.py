@@ -24,11 +24,18 @@ class ForwardContext:
     """
 
     def __init__(
-        self, batch: Batch, attention: AttentionConfig, store: KVStore | None, probe: Probe | None
+        self,
+        batch: Batch,
+        attention: AttentionConfig,
+        store: KVStore | None = None,
+        probe: Probe | None = None,
+        *,
+        deterministic: bool = False,
     ) -> None:
         assert store is not None or not any(batch.starts), f"no store, but starts {batch.starts}"
         self.batch = batch
         self.store = store
+        self.deterministic = deterministic
         self._attention = attention
         self._probe = probe
         self._entries: dict[int, Entries] = {}
@@ -53,9 +60,10 @@ class ForwardContext:
         return self._probe is not None and self._probe.wants(name)
 
     @cached_property
-    def window_rows(self) -> Int[Tensor, "T W"]:
+    def window(self) -> ops.Window:
         """Rows of the window context that each token sees."""
-        return lookback_rows(self.batch, self._attention.window_size)
+        rows = lookback_rows(self.batch, self._attention.window_size)
+        return ops.plan_window(rows, deterministic=self.deterministic)
 
     def entries(self, ratio: int) -> Entries:
         """Main-KV bookkeeping of a compression ratio."""

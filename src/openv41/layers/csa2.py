@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 
 from openv41 import ops
 from openv41.config import ModelConfig, NumericsConfig
@@ -75,6 +76,7 @@ class CSA2Attention(Float32Islands):
         made = {"device": device, "dtype": dtype}
         attn, dim = config.attention, config.hidden_size
         self.attn, self.plan, self.numerics = attn, plan, numerics
+        self.top_k = config.indexer.top_k
         width = attn.num_heads * attn.head_dim
         grouped = attn.o_groups * attn.o_rank
         self.wq_a = QuantizedLinear(dim, attn.q_rank, numerics, **made)
@@ -105,11 +107,13 @@ class CSA2Attention(Float32Islands):
         if plan.ratio:
             main_kv = ctx.main_kv[plan.kv_source]
             main_rows = ctx.context_rows(plan.ratio, ctx.selected[plan.index_source])
+            if self.numerics.deterministic:  # sums of one length, whatever else is in the batch
+                main_rows = F.pad(main_rows, (0, self.top_k - main_rows.shape[1]), value=-1)
         else:
-            main_kv, main_rows = window_kv[:0], ctx.window_rows[:, :0]
+            main_kv, main_rows = window_kv[:0], ctx.window.rows[:, :0]
         scale = self.attn.head_dim**-0.5
         out = ops.sparse_attention(
-            q, window_kv, ctx.window_rows, main_kv, main_rows, self.sink, scale
+            q, window_kv, ctx.window, main_kv, main_rows, self.sink, scale
         )
         return self._project_out(ops.rotate(out, rope, inverse=True))
 

@@ -141,7 +141,7 @@ class CausalEncoderDecoder(nn.Module):
     def use_numerics(self, numerics: NumericsConfig) -> None:
         """Change where the forward rounds, for all parts."""
         for module in self.modules():
-            if hasattr(module, "numerics"):
+            if isinstance(getattr(module, "numerics", None), NumericsConfig):
                 module.numerics = numerics
 
     def forward(
@@ -183,7 +183,8 @@ class CausalEncoderDecoder(nn.Module):
                 f"{config.vocab_size}"
             )
         self._check_starts(batch, store)
-        ctx = ForwardContext(batch, config.attention, store, probe)
+        deterministic = self.numerics.deterministic
+        ctx = ForwardContext(batch, config.attention, store, probe, deterministic=deterministic)
         is_image = ids == config.image_token_id
         if bool(is_image.any()):
             ctx.is_image = is_image

@@ -19,10 +19,12 @@ def index_scores(
     The weights carry the constant J^-0.5 I^-0.5 and may be negative. ``score_dtype`` bfloat16
     rounds the product, the weighted product and the sum, as the released code does.
     """
-    if score_dtype != torch.bfloat16:
-        score_dtype = torch.promote_types(q.dtype, score_dtype)
-    dots = torch.einsum("btij,bmj->btim", q.to(score_dtype), keys.to(score_dtype))
-    return (dots.relu() * weights.to(score_dtype)[..., None]).sum(dim=2)
+    if score_dtype == torch.bfloat16:
+        dots = torch.einsum("btij,bmj->btim", q.to(score_dtype), keys.to(score_dtype))
+        return (dots.relu() * weights.to(score_dtype)[..., None]).sum(dim=2)
+    wide = torch.promote_types(q.dtype, score_dtype)
+    dots = torch.einsum("btij,bmj->btim", q.to(wide), keys.to(wide)).relu_()
+    return (weights.to(wide)[:, :, None] @ dots)[:, :, 0]
 
 
 @op
@@ -35,8 +37,16 @@ def select_top_k(
     score -inf are never chosen.
     """
     k = min(k, scores.shape[1])
-    chosen = keep_top_k(scores.masked_fill(~allowed, -torch.inf), k)
-    return ids_of(chosen, k)
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    if k == 0:
+        return ids_of(keep_top_k(scores, k), k)
+    best, ids = scores.topk(k, dim=1)
+    last = best[:, -1:]
+    if bool((((scores >= last) & (last > -torch.inf)).sum(dim=1) > k).any()):
+        return ids_of(keep_top_k(scores, k), k)  # a tie at the boundary: the lowest index wins
+    past = scores.shape[1]
+    ids = ids.masked_fill(best == -torch.inf, past).sort(dim=1).values
+    return ids.masked_fill(ids == past, -1)
 
 
 def keep_top_k(scores: Float[Tensor, "T M"], k: int) -> Bool[Tensor, "T M"]:

@@ -58,8 +58,7 @@ def mix_streams(x: Float[Tensor, "T N D"], a: Float[Tensor, "T N"]) -> Float[Ten
     Accumulates in at least float32 (float64 stays); the result has the dtype of ``x``.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    mixed: Tensor = _Mix.apply(x.to(wide), a.to(wide)[:, None])
-    return mixed[:, 0].to(x.dtype)
+    return (x.to(wide) * a.to(wide)[..., None]).sum(dim=1).to(x.dtype)
 
 
 @op
@@ -71,40 +70,8 @@ def update_streams(
 ) -> Float[Tensor, "T N D"]:
     """Write a block output back into the streams: X' = B X + C y, Eq. (6)."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    old: Tensor = _Mix.apply(x.to(wide), b.to(wide))
-    new: Tensor = _Mix.apply(y.to(wide)[:, None], c.to(wide)[..., None])
-    return (old + new).to(x.dtype)
-
-
-class _Mix(torch.autograd.Function):
-    """out[t, m] = sum_n b[t, m, n] x[t, n], as N multiply-adds of whole rows per output stream.
-
-    Matrices this small are slower as batched products, and rows keep a token's result independent
-    of the batch.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, b: Tensor) -> Tensor:  # noqa: ANN401
-        ctx.save_for_backward(x, b)
-        return _combine_rows(x, b)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401
-        x, b = ctx.saved_tensors
-        grad_b = torch.empty_like(b)
-        for m in range(b.shape[1]):
-            grad_b[:, m] = (grad[:, m, None] * x).sum(-1)
-        return _combine_rows(grad, b.mT), grad_b
-
-
-def _combine_rows(x: Tensor, b: Tensor) -> Tensor:
-    out = torch.empty(len(x), b.shape[1], x.shape[2], dtype=x.dtype, device=x.device)
-    for m in range(b.shape[1]):
-        row = out[:, m]
-        torch.mul(x[:, 0], b[:, m, 0, None], out=row)
-        for n in range(1, b.shape[2]):
-            row.addcmul_(x[:, n], b[:, m, n, None])
-    return out
+    mixed = torch.bmm(b.to(wide), x.to(wide))
+    return torch.addcmul(mixed, c.to(wide)[..., None], y.to(wide)[:, None]).to(x.dtype)
 
 
 class _NormedProjection(torch.autograd.Function):

@@ -30,7 +30,7 @@ class _Sinkhorn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, steps: int, eps: float) -> Tensor:  # noqa: ANN401
-        soft = logits.permute(1, 2, 0).contiguous().softmax(1)  # [N, N, T]
+        soft = logits.softmax(2).permute(1, 2, 0).contiguous()  # [N, N, T]
         mix = soft + eps
         divisors = []
         for step in range(2 * steps - 1):
