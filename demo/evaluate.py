@@ -19,14 +19,15 @@ def score_documents(
     shards: TokenShards,
     *,
     context: int,
+    stride: int,
     progress: Callable[[int], None] = lambda _: None,
 ) -> dict[str, float]:
     """Measure bits per byte of each document; ``progress`` gets the tokens scored.
 
-    Windows overlap by half: after the first one, each scored token has ``context // 2`` before it.
+    After a document's first window, each scored token has ``context - stride`` before it at least.
     """
     nats: list[list[float]] = [[] for _ in shards.documents]
-    windows = evaluation_windows(shards, sequence_length=context, stride=context // 2)
+    windows = evaluation_windows(shards, sequence_length=context, stride=stride)
     for packed in pack(windows):
         for window, loss in zip(packed, score_windows(model, packed), strict=True):
             nats[window.document].append(loss)

@@ -1,6 +1,5 @@
 """The stages of the demo, each as the command or library call that a user would write."""
 
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,6 +24,8 @@ from demo.runner import Runner, StageError
 from openv41.config import NUMERICS
 from openv41.io.atomic import write_atomic
 from openv41.io.checkpoint import load_model
+from openv41.io.hf_config import read_config
+from openv41.model.flops import cache_bytes
 from openv41.train.token_shards import TokenShards
 
 STAGES = 9
@@ -146,6 +147,7 @@ def evaluate(run: Runner, export: Path, shards: TokenShards, num_bytes: int) -> 
             model,
             shards,
             context=settings.EVALUATION_CONTEXT,
+            stride=settings.EVALUATION_STRIDE,
             progress=lambda done: bar.update(task, advance=done),
         )
     bits = sum(scores[document.source] * document.bytes for document in shards.documents)
@@ -167,12 +169,6 @@ def generate(run: Runner, export: Path) -> str:
     sample = text.removeprefix(settings.PROMPT).rstrip("\n")
     run.console.print(settings.PROMPT + sample, markup=False, highlight=False)
     return sample
-
-
-def cache_bytes(run: Runner, export: Path) -> int:
-    """Ask the plan for the bytes that each token adds to the global cache."""
-    plan = json.loads(run.command("plan", export, "--json", capture=True))
-    return int(plan["cache_bytes_per_token"])
 
 
 def summarise(
@@ -200,13 +196,14 @@ def summarise(
         heldout_bytes=corpus.heldout_bytes,
         heldout_tokens=shards["heldout"].num_tokens - 2 * len(corpus.heldout),
         heldout_shingles_in_training=corpus.shared,
+        training_documents=len(corpus.train),
         training_bytes=corpus.train_bytes,
         training_tokens=shards["train"].num_tokens,
         tokens_seen=tokens,
         epochs_seen=tokens / shards["train"].num_tokens,
         vocabulary=settings.VOCABULARY,
         parameters=measured.num_parameters,
-        cache_bytes_per_token=cache_bytes(run, export),
+        cache_bytes_per_token=cache_bytes(read_config(export)).global_per_token,
         export_bytes=sum(file.stat().st_size for file in export.glob("*.safetensors")),
         seed=settings.SEED,
         train_seconds=run.seconds["train"],

@@ -2,6 +2,7 @@
 
 import base64
 import html
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -35,13 +36,14 @@ class Summary:
     heldout_bytes: int
     heldout_tokens: int
     heldout_shingles_in_training: dict[str, float]
+    training_documents: int
     training_bytes: int
     training_tokens: int
     tokens_seen: int
     epochs_seen: float
     vocabulary: int
     parameters: int
-    cache_bytes_per_token: int
+    cache_bytes_per_token: float
     export_bytes: int
     seed: int
     train_seconds: float
@@ -84,7 +86,11 @@ def rows(summary: Summary) -> list[tuple[str, str, str]]:
         ),
         ("xz -9", f"{s.xz_bits_per_byte:.3f}", "the held-out text compressed alone"),
         ("held-out bytes", f"{s.heldout_bytes:,}", plays),
-        ("training bytes", f"{s.training_bytes:,}", "39 texts, no other edition of the above"),
+        (
+            "training bytes",
+            f"{s.training_bytes:,}",
+            f"{s.training_documents} texts, no other edition of the above",
+        ),
         ("parameters", f"{s.parameters:,}", f"exported in {s.export_bytes / 1e6:.1f} MB"),
         ("training tokens seen", f"{s.tokens_seen:,}", f"{s.epochs_seen:.2f} passes"),
         (
@@ -92,14 +98,18 @@ def rows(summary: Summary) -> list[tuple[str, str, str]]:
             f"{s.train_seconds:.0f}",
             f"{s.train_tokens_per_second:,.0f} tokens/s",
         ),
-        ("cache bytes per token", f"{s.cache_bytes_per_token:,}", "global part, all layers"),
+        ("cache bytes per token", f"{s.cache_bytes_per_token:,.0f}", "global part, all layers"),
         ("total seconds", f"{s.total_seconds:.0f}", stages),
     ]
 
 
 def as_table(summary: Summary) -> Table:
     """Build the terminal table."""
-    table = Table(title="Demo: the reloaded export on plays it never saw", title_justify="left")
+    table = Table(
+        title="Demo: the reloaded export on plays it never saw",
+        title_justify="left",
+        show_header=False,
+    )
     table.add_column("")
     table.add_column("value", justify="right", no_wrap=True)
     table.add_column("", style="dim")
@@ -131,13 +141,16 @@ def read_log(file: Path, bytes_per_token: float) -> Curve:
 
 
 def smooth(values: Sequence[float], steps: int) -> list[float]:
-    """Average exponentially over about ``steps`` values, without a bias at the start."""
-    keep = 1 - 1 / steps
-    total, weight, out = 0.0, 0.0, []
-    for value in values:
-        total = keep * total + value
-        weight = keep * weight + 1
-        out.append(total / weight)
+    """Average over ``steps`` values around each one, so that a falling loss is not lagged behind.
+
+    At the steep start fewer count, as many on both sides; at the flat end the later ones are absent.
+    """
+    sums = [0.0, *itertools.accumulate(values)]
+    out = []
+    for i in range(len(values)):
+        reach = min(steps // 2, i)
+        stop = min(i + reach + 1, len(values))
+        out.append((sums[stop] - sums[i - reach]) / (stop - i + reach))
     return out
 
 
@@ -147,7 +160,7 @@ def draw_curve(curve: Curve, summary: Summary, file: Path) -> None:
     axes = figure.subplots()
     millions = [t / 1e6 for t in curve.tokens]
     axes.plot(millions, curve.training, color=BLUE, alpha=0.18, linewidth=0.8)
-    label = f"training (mean of about {SMOOTHING_STEPS} steps)"
+    label = f"training (mean over {SMOOTHING_STEPS} steps)"
     axes.plot(millions, smooth(curve.training, SMOOTHING_STEPS), color=BLUE, label=label)
     points = [t / 1e6 for t in curve.heldout_tokens] + [summary.tokens_seen / 1e6]
     scores = [*curve.heldout, summary.heldout_bits_per_byte]
@@ -174,8 +187,8 @@ def _draw_baselines(axes: Axes, summary: Summary) -> None:
     for name, value in named.items():
         axes.axhline(value, color=GREY, linestyle=(0, (5, 3)), linewidth=1)
         axes.annotate(
-            f"{name}  {value:.3f}", (0.01, value), xycoords=("axes fraction", "data"),
-            xytext=(0, 3), textcoords="offset points", color=INK, fontsize=9,
+            f"{name}  {value:.3f}", (0.99, value), xycoords=("axes fraction", "data"),
+            xytext=(0, 3), textcoords="offset points", color=INK, fontsize=9, ha="right",
         )  # fmt: skip
 
 

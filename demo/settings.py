@@ -12,7 +12,8 @@ TRAINING = {  # openv41 train ... --set key=value
     "optimizer.lr": 3e-3,
 }
 
-EVALUATION_CONTEXT = 512  # tokens in a held-out window; the second half of each is scored
+EVALUATION_CONTEXT = 512  # tokens in a held-out window
+EVALUATION_STRIDE = 384  # of them are scored, the others are context (but in a play's first window)
 EVALUATION_NUMERICS = "f32"
 PROMPT = "MACBETH.\n"
 SAMPLE_TOKENS = 320

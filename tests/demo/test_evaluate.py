@@ -48,10 +48,12 @@ def by_hand(shards, document):
     return bits / shards.documents[document].bytes
 
 
-@pytest.mark.parametrize("context", [3, 64, 100_000])
-def test_score_is_the_sum_over_all_tokens_whatever_the_window(shards, context):
+@pytest.mark.parametrize(("context", "stride"), [(3, 1), (64, 48), (100_000, 7)])
+def test_score_is_the_sum_over_all_tokens_whatever_the_window(shards, context, stride):
     seen = []
-    scores = score_documents(UnevenModel(), shards, context=context, progress=seen.append)
+    scores = score_documents(
+        UnevenModel(), shards, context=context, stride=stride, progress=seen.append
+    )
     assert scores == {
         "long.txt": pytest.approx(by_hand(shards, 0), rel=1e-5),
         "short.txt": pytest.approx(by_hand(shards, 1), rel=1e-5),

@@ -27,6 +27,7 @@ def make(**changes):
         "heldout_bytes": 320_766,
         "heldout_tokens": 127_727,
         "heldout_shingles_in_training": {"john": 0.0001, "macbeth": 0.0002},
+        "training_documents": 39,
         "training_bytes": 4_736_473,
         "training_tokens": 1_874_474,
         "tokens_seen": 4_000_000,
@@ -92,11 +93,11 @@ def test_log_without_a_step_is_an_error(tmp_path):
         report.read_log(tmp_path / "absent.jsonl", 2.5)
 
 
-def test_smoothing_keeps_a_constant_and_follows_a_step():
+def test_smoothing_looks_both_ways():
     assert report.smooth([3.0] * 5, 4) == pytest.approx([3.0] * 5)
-    found = report.smooth([0.0] * 50 + [1.0] * 50, 10)
-    assert found[49] == 0
-    assert found[-1] == pytest.approx(1 - 0.9**50, abs=1e-3)
+    falling = [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
+    assert report.smooth(falling, 4)[:4] == pytest.approx(falling[:4])  # no lag
+    assert report.smooth([0.0, 0.0, 5.0, 0.0, 0.0], 4) == pytest.approx([0, 5 / 3, 1, 5 / 4, 5 / 3])
 
 
 def test_page_holds_picture_figures_and_escaped_sample(tmp_path, log):
