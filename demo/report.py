@@ -143,7 +143,7 @@ def read_log(file: Path, bytes_per_token: float) -> Curve:
 def smooth(values: Sequence[float], steps: int) -> list[float]:
     """Average over ``steps`` values around each one, so that a falling loss is not lagged behind.
 
-    At the steep start fewer count, as many on both sides; at the flat end the later ones are absent.
+    At the steep start fewer count, as many on both sides; at the end the later ones are absent.
     """
     sums = [0.0, *itertools.accumulate(values)]
     out = []
