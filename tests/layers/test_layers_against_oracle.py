@@ -45,8 +45,9 @@ def run(model, documents, probe=None):
     return {**probe.values, "logits": model.logits(out.hidden)}
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 31])
+@pytest.mark.parametrize(
+    ("length", "seed"), [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3), (21, 1), (22, 2), (21, 3)]
+)
 def test_all_layers(length, seed):
     model, ids = mini_model(seed), random_ids(length, seed)
     kinds = compare(run(model, [ids]), run_oracle(model, ids))
