@@ -1,7 +1,6 @@
 """Runs the stages of the demo: says what it does, times it, explains failures."""
 
 import itertools
-import os
 import shlex
 import subprocess
 import sysconfig
@@ -62,7 +61,6 @@ class Runner:
             stdout=subprocess.PIPE if capture else None,
             text=True,
             encoding="utf-8",
-            env={**os.environ, "PYTHONUTF8": "1"},
             check=False,
         )
         if done.returncode:
