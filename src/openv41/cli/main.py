@@ -6,10 +6,12 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from openv41.cli.compare import compare
 from openv41.cli.convert import convert
 from openv41.cli.data import data_app
 from openv41.cli.plan import plan
 from openv41.cli.tokenizer import tokenizer_app
+from openv41.cli.trace import trace
 from openv41.cli.ui import show_error, show_line
 from openv41.cli.where import where
 from openv41.errors import OpenV41Error
@@ -58,8 +60,10 @@ def _root(
 
 app.add_typer(data_app, name="data")
 app.add_typer(tokenizer_app, name="tokenizer")
+app.command()(compare)
 app.command()(convert)
 app.command()(plan)
+app.command()(trace)
 app.command()(where)
 
 

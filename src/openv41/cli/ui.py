@@ -43,7 +43,8 @@ def show_table(
         table.add_column(escape(column), justify="right" if numeric else "left", no_wrap=True)
     for row in cells:
         table.add_row(*map(escape, row))
-    out.print(table, width=None if out.is_terminal else PIPED_WIDTH)
+    wide = out if out.is_terminal else Console(file=out.file, width=PIPED_WIDTH, highlight=False)
+    wide.print(table)
 
 
 def show_error(message: str) -> None:

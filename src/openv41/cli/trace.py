@@ -1,0 +1,64 @@
+"""``openv41 trace``: what a checkpoint computes, tensor by tensor."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from openv41.cli.ui import note
+from openv41.errors import InputError
+from openv41.io.checkpoint import load_model
+from openv41.io.tensor_files import write_tensors
+from openv41.io.trace import (
+    NOT_YET,
+    TRACE_DTYPES,
+    TRACE_NUMERICS,
+    Inputs,
+    read_feed,
+    run_case,
+)
+
+
+class Case(StrEnum):
+    """Cases of an inputs file."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BATCH = "batch"
+    REPLAY = "replay"
+    IMAGE = "image"
+
+
+class Numerics(StrEnum):
+    """Where the forward rounds."""
+
+    F32 = "f32"
+    F32QAT = "f32qat"
+    RELEASED = "released"
+
+
+def trace(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder.", show_default=False)],
+    *,
+    inputs: Annotated[Path, typer.Option(help="Inputs file.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="File to write.", show_default=False)],
+    case: Annotated[Case, typer.Option(help="What to run.")] = Case.PREFILL,
+    numerics: Annotated[Numerics, typer.Option(help="Where to round.")] = Numerics.F32,
+    feed: Annotated[
+        Path | None,
+        typer.Option(help="A prefill_released file: each layer starts from its tensors."),
+    ] = None,
+) -> None:
+    """Run a case and write its tensors under the names that the golden files use."""
+    if case in NOT_YET:
+        raise InputError(f"case {case} is not there yet: {NOT_YET[case]}")
+    if feed is not None and (case, numerics) != (Case.PREFILL, Numerics.RELEASED):
+        raise InputError("--feed works with --case prefill --numerics released")
+    given = Inputs.read(inputs)
+    model = load_model(checkpoint, numerics=TRACE_NUMERICS[numerics], dtype=TRACE_DTYPES[numerics])
+    fed = None if feed is None else read_feed(feed, model, given)
+    tensors = run_case(model, given, case.value, numerics.value, fed)
+    about = {"case": case.value, "numerics": numerics.value, "fed": str(feed is not None).lower()}
+    write_tensors(out, tensors, {"format": "pt", **about})
+    note(f"{out}: {len(tensors)} tensors")

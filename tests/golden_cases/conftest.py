@@ -1,0 +1,53 @@
+"""Golden sets with their inputs, expected tensors, and our own traces of them."""
+
+import functools
+import shutil
+
+import pytest
+
+from openv41.io.checkpoint import load_model
+from openv41.io.tensor_files import read_tensors
+from openv41.io.trace import TRACE_DTYPES, TRACE_NUMERICS, Inputs, read_feed, run_case
+
+
+class GoldenSet:
+    """One golden folder; its checkpoint is copied because loading may keep a token map there."""
+
+    def __init__(self, folder, checkpoint):
+        self.folder, self.checkpoint = folder, checkpoint
+        self.inputs = Inputs.read(folder / "inputs.safetensors")
+        self.model = functools.cache(self._model)
+        self.trace = functools.cache(self._trace)
+        self.want = functools.cache(self._want)
+        self.fed = functools.cache(self._fed)
+
+    def __repr__(self):
+        return self.folder.name
+
+    @property
+    def config(self):
+        return self.model("f32").config
+
+    def _model(self, mode):
+        return load_model(self.checkpoint, numerics=TRACE_NUMERICS[mode], dtype=TRACE_DTYPES[mode])
+
+    def _trace(self, case, mode):
+        return run_case(self.model(mode), self.inputs, case, mode)
+
+    def _want(self, case, mode):
+        """Golden tensors, without those of the drafter."""
+        found = read_tensors(self.folder / f"{case}_{mode}.safetensors")
+        return {name: t for name, t in found.items() if not name.startswith("dspark_")}
+
+    def _fed(self):
+        model = self.model("released")
+        feed = read_feed(self.folder / "prefill_released.safetensors", model, self.inputs)
+        return run_case(model, self.inputs, "prefill", "released", feed)
+
+
+@pytest.fixture(scope="session", params=["A", "B"])
+def golden(request, golden_dir, tmp_path_factory):
+    folder = golden_dir / request.param
+    copy = tmp_path_factory.mktemp(request.param) / "checkpoint"
+    shutil.copytree(folder / "checkpoint", copy)
+    return GoldenSet(folder, copy)
