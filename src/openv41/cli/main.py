@@ -9,9 +9,12 @@ from typer.core import TyperGroup
 from openv41.cli.compare import compare
 from openv41.cli.convert import convert
 from openv41.cli.data import data_app
+from openv41.cli.fixture import fixture
+from openv41.cli.generate import generate
 from openv41.cli.plan import plan
 from openv41.cli.tokenizer import tokenizer_app
 from openv41.cli.trace import trace
+from openv41.cli.train import train
 from openv41.cli.ui import show_error, show_line
 from openv41.cli.where import where
 from openv41.errors import OpenV41Error
@@ -62,8 +65,11 @@ app.add_typer(data_app, name="data")
 app.add_typer(tokenizer_app, name="tokenizer")
 app.command()(compare)
 app.command()(convert)
+app.command()(generate)
+app.command()(fixture)
 app.command()(plan)
 app.command()(trace)
+app.command()(train)
 app.command()(where)
 
 

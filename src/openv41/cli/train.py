@@ -1,0 +1,122 @@
+"""``openv41 train``: a model from text. Report §2.5."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from openv41.cli.ui import err, note, show_line
+from openv41.presets import NAMES
+from openv41.train.config import TrainConfig
+from openv41.train.loop import Report, Run, StoppedError, Trainer
+from openv41.train.malloc import keep_freed_memory
+from openv41.train.metrics import StepRecord
+from openv41.train.recipes import configure
+
+PLAIN_SECONDS = 10.0  # between the lines of a progress that no terminal shows
+
+
+def train(
+    preset: Annotated[str, typer.Argument(metavar="PRESET", help=f"One of {NAMES}.")],
+    *,
+    data: Annotated[Path, typer.Option(help="Folder of token shards, see 'data prepare'.")],
+    out: Annotated[Path, typer.Option(help="Folder of the run.")],
+    heldout: Annotated[
+        Path | None, typer.Option(help="Token shards to score, never to train.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Such as optimizer.lr=3e-4."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in OUT.")] = False,
+    device: Annotated[str, typer.Option(help="Where to train, such as cpu or cuda.")] = "cpu",
+) -> None:
+    """Train a text model; OUT/checkpoint holds it in the end."""
+    if device == "cpu":
+        keep_freed_memory()
+        torch.set_flush_denormal(True)  # denormal numbers are slow and mean nothing here
+    model, config, token_map = configure(preset, data, settings or [])
+    run = Run(
+        model=model,
+        train=config,
+        token_map=token_map,
+        data=data,
+        heldout=heldout,
+        out=out,
+        device=torch.device(device),
+    )
+    trainer = Trainer(run, resume=resume)
+    note(_describe(trainer))
+    try:
+        with _progress(config, trainer.step) as report:
+            folder = trainer.fit(report)
+    except StoppedError as stop:
+        note(f"{stop}; the same command with --resume goes on")
+        raise typer.Exit(128 + stop.signal_number) from None
+    show_line(str(folder))
+
+
+def _describe(trainer: Trainer) -> str:
+    config, model = trainer.run.train, trainer.model
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    kept = sum(p.numel() for p in model.parameters()) - trained
+    tokens = config.num_steps * config.batch_tokens
+    from_step = f", from step {trainer.step:,}" if trainer.step else ""
+    return (
+        f"{trained:,} parameters to train (the indexer's and the routing biases, {kept:,}, have no "
+        f"gradient); {config.num_steps:,} steps, {tokens:,} tokens, "
+        f"{trainer.batches.epoch(config.num_steps):.2f} epochs{from_step}"
+    )
+
+
+@contextmanager
+def _progress(config: TrainConfig, first_step: int) -> Iterator[Report]:
+    """Show the steps on stderr: a bar in a terminal, a line now and then elsewhere."""
+    timer = _Timer(config, first_step)
+    if not err.is_terminal:
+        yield lambda record: _plain(record, timer)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(20), TimeElapsedColumn())
+    with Progress(*columns, console=err) as bar:
+        task = bar.add_task("starting", total=config.num_steps, completed=first_step)
+        yield lambda record: _move(bar, task, record, timer)
+
+
+class _Timer:
+    """Speed and time left of a run, from the steps of this process."""
+
+    def __init__(self, config: TrainConfig, first_step: int) -> None:
+        self.config, self.first_step = config, first_step
+        self.start = time.perf_counter()
+        self.next_line = 0.0
+        self.heldout: float | None = None
+
+    def text(self, record: StepRecord) -> str:
+        """One line about the run."""
+        if record.heldout_bits_per_byte is not None:
+            self.heldout = record.heldout_bits_per_byte
+        done, steps = record.step - self.first_step, self.config.num_steps
+        per_step = (time.perf_counter() - self.start) / done
+        minutes, seconds = divmod(round(per_step * (steps - record.step)), 60)
+        heldout = "" if self.heldout is None else f"  held-out {self.heldout:.3f} bits/byte"
+        return (
+            f"step {record.step:,}/{steps:,}  loss {record.loss:.3f}{heldout}  "
+            f"{self.config.batch_tokens / per_step:,.0f} tokens/s  {minutes}:{seconds:02} left"
+        )
+
+
+def _move(bar: Progress, task: TaskID, record: StepRecord, timer: _Timer) -> None:
+    bar.update(task, completed=record.step, description=timer.text(record))
+
+
+def _plain(record: StepRecord, timer: _Timer) -> None:
+    text, now = timer.text(record), time.perf_counter()
+    last = record.step == timer.config.num_steps
+    if now >= timer.next_line or last or record.heldout_bits_per_byte is not None:
+        note(text)
+        timer.next_line = now + PLAIN_SECONDS

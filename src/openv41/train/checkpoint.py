@@ -1,0 +1,142 @@
+"""Checkpoints of a run: everything that the next step depends on, in one file each.
+
+A file is written whole or not at all; the newest two are kept. It is a safetensors file: parameters
+as ``model.*``, AdamW's moments as ``optimizer.NAME.*``, the random state, and in its metadata the
+next step and a description of the run. The place in the data follows from the step.
+"""
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from openv41.errors import CheckpointError
+from openv41.io.atomic import atomic_path
+from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
+
+FOLDER = "resume"
+KEPT = 2
+FORMAT = "openv41-training-state-1"
+
+log = logging.getLogger(__name__)
+Description = Mapping[str, Any]  # nested: models, settings, data
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a checkpoint file holds."""
+
+    step: int  # the next one
+    description: Description
+    tensors: Mapping[str, Tensor]
+
+
+def save_state(
+    folder: Path,
+    model: CausalEncoderDecoder,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    description: Description,
+) -> Path:
+    """Write the state before ``step`` and remove all but the newest files."""
+    tensors = dict(_tensors(model, optimizer))
+    metadata = {"format": FORMAT, "step": str(step), "run": json.dumps(description)}
+    path = folder / FOLDER / f"step-{step:09}.safetensors"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(path) as temporary:
+            save_file(tensors, temporary, metadata)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path}: cannot write the checkpoint: {error}; the one before it is still good"
+        ) from None
+    for old in _files(folder)[:-KEPT]:
+        old.unlink()
+    return path
+
+
+def load_newest(folder: Path) -> State | None:
+    """Newest readable state, or None where there is no checkpoint yet."""
+    files = _files(folder)
+    for path in reversed(files):
+        try:
+            return _read(path)
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            log.warning("%s cannot be read (%s); trying the one before it", path, error)
+    if files:
+        raise CheckpointError(
+            f"{folder / FOLDER}: no checkpoint can be read; start the run again in a new folder"
+        )
+    return None
+
+
+@torch.no_grad()
+def restore(state: State, model: CausalEncoderDecoder, optimizer: torch.optim.Optimizer) -> None:
+    """Put a state into a model and optimizer that were made from the same description."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, name in names.items():
+        parameter.copy_(state.tensors[f"model.{name}"])
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            prefix = f"optimizer.{names[parameter]}."
+            moments = {
+                key.removeprefix(prefix): value.to(parameter.device)
+                for key, value in state.tensors.items()
+                if key.startswith(prefix)
+            }
+            if moments:
+                optimizer.state[parameter] = moments
+    torch.set_rng_state(state.tensors["rng"])
+
+
+def describe_differences(old: Description, new: Description) -> list[str]:
+    """Say where two runs differ."""
+    before, after = dict(_leaves(old)), dict(_leaves(new))
+    return [
+        f"{path}: the run has {before.get(path)!r}, now it is {after.get(path)!r}"
+        for path in sorted({*before, *after})
+        if before.get(path) != after.get(path)
+    ]
+
+
+def has_run(folder: Path) -> bool:
+    """Whether a folder holds checkpoints of a run."""
+    return bool(_files(folder))
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted((folder / FOLDER).glob("step-*.safetensors"))
+
+
+def _tensors(
+    model: CausalEncoderDecoder, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        yield f"model.{name}", parameter.detach().contiguous()
+        for key, value in optimizer.state.get(parameter, {}).items():
+            yield f"optimizer.{name}.{key}", value.contiguous()
+    yield "rng", torch.get_rng_state()
+
+
+def _read(path: Path) -> State:
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata() or {}
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"format {metadata.get('format')!r}")
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- no dict
+    return State(int(metadata["step"]), json.loads(metadata["run"]), tensors)
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

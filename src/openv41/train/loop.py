@@ -1,0 +1,208 @@
+"""A training run: from random weights, or its newest checkpoint, to an exported model."""
+
+import hashlib
+import json
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from openv41.config import ModelConfig, as_dict
+from openv41.errors import CheckpointError, ConfigError, InputError
+from openv41.io.atomic import write_atomic
+from openv41.io.checkpoint import save_model
+from openv41.io.checkpoint_writer import read_companions
+from openv41.io.tokenizer import load_tokenizer
+from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
+from openv41.model.init import init_weights
+from openv41.train.balance import worst_load
+from openv41.train.checkpoint import (
+    Description,
+    State,
+    describe_differences,
+    has_run,
+    load_newest,
+    restore,
+    save_state,
+)
+from openv41.train.config import TrainConfig
+from openv41.train.data import TrainingBatches
+from openv41.train.evaluate import HeldOut
+from openv41.train.metrics import LOG_FILE, RunLog, StepRecord
+from openv41.train.optimizer import make_optimizer
+from openv41.train.step import train_step
+from openv41.train.token_shards import INDEX_FILE, TokenShards
+
+RUN_FILE = "run.json"
+MODEL_FOLDER = "checkpoint"  # the trained model, in the format's plain float32 variant
+
+log = logging.getLogger(__name__)
+Report = Callable[[StepRecord], None]
+
+
+class StoppedError(Exception):
+    """The run was asked to stop and has saved its state."""
+
+    def __init__(self, signal_number: int, step: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signal_number).name} after step {step}")
+        self.signal_number = signal_number
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """What a run is made of."""
+
+    model: ModelConfig
+    train: TrainConfig
+    token_map: Int[Tensor, " V"] | None
+    data: Path
+    heldout: Path | None
+    out: Path
+    device: torch.device
+
+    def describe(self) -> Description:
+        """Everything that the result depends on, as plain values."""
+        return {
+            "model": as_dict(self.model),
+            "train": as_dict(self.train),
+            "data": _data_hash(self.data),
+            "heldout": None if self.heldout is None else _data_hash(self.heldout),
+        }
+
+
+class Trainer:
+    """Holds the moving parts of a run; ``fit`` runs it to the end."""
+
+    def __init__(self, run: Run, *, resume: bool) -> None:
+        self.run = run
+        self.description = run.describe()
+        state = self._find_state(resume=resume)
+        self.shards = TokenShards(run.data)
+        self.tokenizer = load_tokenizer(run.data)
+        self.shards.check_tokenizer(self.tokenizer)
+        self.batches = TrainingBatches(
+            self.shards,
+            sequence_length=run.train.sequence_length,
+            batch_tokens=run.train.batch_tokens,
+            seed=run.train.seed,
+        )
+        self.heldout = self._open_heldout()
+        torch.manual_seed(run.train.seed)
+        self.model = CausalEncoderDecoder(run.model, device=run.device, dtype=torch.float32)
+        init_weights(self.model, run.train.seed)
+        if run.token_map is not None:
+            self.model.set_token_map(run.token_map)
+        self.optimizer = make_optimizer(self.model, run.train.optimizer)
+        self.step = 0
+        if state is not None:
+            restore(state, self.model, self.optimizer)
+            self.step = state.step
+
+    def fit(self, report: Report = lambda _: None) -> Path:
+        """Train to the last step and write the model; returns its folder.
+
+        SIGINT and SIGTERM end the run after the step at hand with StoppedError.
+        """
+        run, steps = self.run, self.run.train.num_steps
+        run.out.mkdir(parents=True, exist_ok=True)
+        write_atomic(run.out / RUN_FILE, json.dumps(self.description, indent=2).encode() + b"\n")
+        with RunLog(run.out, self.step) as writer, _stop_signals() as stopped:
+            while self.step < steps:
+                record = self._advance()
+                writer.add(record)
+                report(record)
+                last = self.step == steps
+                if stopped or last or self.step % run.train.checkpoint_steps == 0:
+                    self.save()
+                if stopped and not last:
+                    raise StoppedError(stopped[0], self.step)
+        companions = read_companions(run.data)
+        save_model(self.model, run.out / MODEL_FOLDER, variant="float32", companions=companions)
+        return run.out / MODEL_FOLDER
+
+    def save(self) -> None:
+        """Write a checkpoint of the run."""
+        save_state(self.run.out, self.model, self.optimizer, self.step, self.description)
+
+    def _advance(self) -> StepRecord:
+        """Run one step, and the held-out text where it is due."""
+        train, start = self.run.train, time.perf_counter()
+        packed = self.batches.batch(self.step)
+        result = train_step(self.model, self.optimizer, packed, train, self.step)
+        seconds = time.perf_counter() - start
+        self.step += 1
+        due = self.step % train.heldout_steps == 0 or self.step == train.num_steps
+        score = self.heldout.score(self.model) if self.heldout is not None and due else None
+        return StepRecord(
+            step=self.step,
+            tokens=self.step * train.batch_tokens,
+            loss=result.loss,
+            lr=result.lr,
+            grad_norm=result.grad_norm,
+            worst_load=worst_load(result.loads),
+            tokens_per_second=train.batch_tokens / seconds,
+            heldout_bits_per_byte=score,
+        )
+
+    def _find_state(self, *, resume: bool) -> State | None:
+        out = self.run.out
+        if not resume:
+            if has_run(out) or (out / LOG_FILE).exists():
+                raise InputError(
+                    f"{out} holds a run already; add --resume to go on with it, or name a new "
+                    "folder"
+                )
+            return None
+        state = load_newest(out)
+        if state is None:
+            log.warning("%s holds no checkpoint yet; the run starts from the beginning", out)
+        elif problems := describe_differences(state.description, self.description):
+            raise ConfigError(f"{out} cannot be resumed: it is another run", problems)
+        return state
+
+    def _open_heldout(self) -> HeldOut | None:
+        if self.run.heldout is None:
+            return None
+        shards, train = TokenShards(self.run.heldout), self.run.train
+        shards.check_tokenizer(self.tokenizer)
+        return HeldOut(
+            shards,
+            self.tokenizer,
+            sequence_length=train.sequence_length,
+            num_tokens=train.heldout_tokens,
+            forward_tokens=train.batch_tokens,
+        )
+
+
+def _data_hash(folder: Path) -> str:
+    """Hash of the index of token shards, which holds the hashes of all their content."""
+    try:
+        return hashlib.sha256((folder / INDEX_FILE).read_bytes()).hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{folder / INDEX_FILE}: {error.strerror}") from None
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM; a second signal acts as it always does."""
+    received: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def note(number: int, _frame: object) -> None:
+        received.append(number)
+        signal.signal(number, before[signal.Signals(number)])
+
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

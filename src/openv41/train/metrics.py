@@ -1,0 +1,99 @@
+"""What a run writes down: one JSON object per step in ``log.jsonl``, and TensorBoard's events.
+
+Keys of a step: ``step`` (the first is 1), ``tokens`` seen so far, ``loss`` in nats per token,
+``lr`` before the groups' factors, ``grad_norm`` before clipping, ``worst_load`` of an expert over
+the mean, ``tokens_per_second``, and at intervals ``heldout_bits_per_byte``.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from openv41.errors import DataError
+from openv41.io.atomic import write_atomic
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+LOG_FILE = "log.jsonl"
+EVENTS_FOLDER = "tensorboard"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One line of the log."""
+
+    step: int
+    tokens: int
+    loss: float
+    lr: float
+    grad_norm: float
+    worst_load: float
+    tokens_per_second: float
+    heldout_bits_per_byte: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record without what was not measured."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+class RunLog:
+    """Appends records; a run that goes on at ``step`` drops what was logged behind it."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self._path = folder / LOG_FILE
+        self._trim(step)
+        self._file = self._path.open("a", encoding="utf-8")
+        self._events = _open_events(folder / EVENTS_FOLDER, step)
+
+    def add(self, record: StepRecord) -> None:
+        """Write a record; it can be read at once."""
+        values = record.as_dict()
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+        if self._events is not None:
+            for key, value in values.items():
+                if key not in ("step", "tokens"):
+                    self._events.add_scalar(key, value, record.step)
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+    def _trim(self, step: int) -> None:
+        """Keep the records of steps up to ``step``; a half-written last line goes too."""
+        try:
+            lines = self._path.read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            return
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{self._path}: cannot read the log of the run: {error}") from None
+        kept = "".join(f"{line}\n" for line in lines if (_step_of(line) or step + 1) <= step)
+        write_atomic(self._path, kept.encode())
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _open_events(folder: Path, step: int) -> "SummaryWriter | None":
+    """TensorBoard's writer, where the extra is installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 -- an optional extra
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder), purge_step=step + 1)

@@ -1,0 +1,75 @@
+"""From a preset and its settings to the model and the run. Report §2.5."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from jaxtyping import Int
+from torch import Tensor
+
+from openv41.config import ModelConfig
+from openv41.errors import ConfigError
+from openv41.io.engram_map import compress_vocabulary, token_map_for
+from openv41.io.tokenizer import load_tokenizer
+from openv41.ngram_hash_constants import num_embeddings
+from openv41.presets import preset, with_vocabulary
+from openv41.train.config import TrainConfig
+from openv41.train.overrides import apply_settings, field_paths, parse_settings, unknown_path
+
+FROM_TOKENIZER = ("vocab_size", "engram.compressed_vocab_size")
+TABLE_ROWS = "engram.num_embeddings"  # follows from the other Engram settings
+
+
+def configure(
+    name: str, data: Path, settings: Iterable[str]
+) -> tuple[ModelConfig, TrainConfig, Int[Tensor, " V"] | None]:
+    """Model and run of a preset: first the tokenizer, then its token map, then the settings.
+
+    ``settings`` are ``key=value`` words; those of the model start with ``model.``. Only the text
+    model is trained, so a preset's image and drafter parts are left out.
+    """
+    tokenizer = load_tokenizer(data)
+    num_classes = len(set(compress_vocabulary(tokenizer.backend)))
+    model = replace(preset(name), vision=None, dspark=None)
+    train = TrainConfig()
+    changes = parse_settings(settings)
+    model = with_vocabulary(
+        model, vocab_size=tokenizer.vocab_size, compressed_vocab_size=num_classes
+    )
+    model_changes = {k.removeprefix("model."): v for k, v in changes.items() if _is_model(k)}
+    train_changes = {k: v for k, v in changes.items() if not _is_model(k)}
+    _check_paths(changes, model, train)
+    model = _fit_table(apply_settings(model, model_changes, prefix="model."))
+    train = apply_settings(train, train_changes)
+    if train.sequence_length > model.max_position:
+        problem = (
+            f"sequence_length is {train.sequence_length}, the model allows {model.max_position} "
+            "(model.max_position)"
+        )
+        raise ConfigError("train", [problem])
+    return model, train, token_map_for(data, model) if model.engram else None
+
+
+def _is_model(path: str) -> bool:
+    return path.startswith("model.")
+
+
+def _check_paths(changes: Iterable[str], model: ModelConfig, train: TrainConfig) -> None:
+    fixed = {f"model.{path}" for path in (*FROM_TOKENIZER, TABLE_ROWS)}
+    known = [*field_paths(train), *(f"model.{path}" for path in field_paths(model))]
+    known = [path for path in known if path not in fixed]
+    problems = [f"{path} follows from other settings" for path in changes if path in fixed]
+    problems += [unknown_path(path, known) for path in changes if path not in {*known, *fixed}]
+    if problems:
+        raise ConfigError("--set", problems)
+
+
+def _fit_table(model: ModelConfig) -> ModelConfig:
+    """Give the n-gram tables the rows that their hash needs."""
+    engram = model.engram
+    if engram is None:
+        return model
+    rows = num_embeddings(
+        len(engram.layer_ids), engram.num_orders, engram.num_heads, engram.table_size
+    )
+    return replace(model, engram=replace(engram, num_embeddings=rows))

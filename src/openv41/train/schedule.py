@@ -1,0 +1,23 @@
+"""Learning rate over a run: warm-up, hold, decay, counted in tokens. Report §2.5."""
+
+import math
+
+from openv41.train.config import TrainConfig
+
+
+def lr_factor(config: TrainConfig, step: int) -> float:
+    """Share of the full learning rate in a step, taken at the middle of its tokens.
+
+    Linear from 0 to 1 over ``warmup_tokens``, 1 for ``hold_tokens``, then linear or cosine down to
+    ``final_lr_factor`` at the end.
+    """
+    assert 0 <= step < config.num_steps, f"step {step} of {config.num_steps}"
+    position = (step + 0.5) * config.batch_tokens
+    if position < config.warmup_tokens:
+        return position / config.warmup_tokens
+    start = config.warmup_tokens + config.hold_tokens
+    if position <= start:
+        return 1.0
+    done = (position - start) / (config.num_steps * config.batch_tokens - start)
+    left = 1 - done if config.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return config.final_lr_factor + (1 - config.final_lr_factor) * left

@@ -1,0 +1,120 @@
+"""One optimizer step: loss, gradients, clipping, update, load balance. Report §2.5."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from openv41.errors import OpenV41Error
+from openv41.layers.batch import Batch
+from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
+from openv41.train.balance import update_biases
+from openv41.train.config import TrainConfig
+from openv41.train.data import PackedBatch
+from openv41.train.optimizer import set_lr
+from openv41.train.schedule import lr_factor
+
+LOGITS_AT_ONCE = 1 << 22  # logits that are alive at a time: 16 MB
+
+
+class DivergedError(OpenV41Error):
+    """A loss or gradient that is not finite."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What one step measured."""
+
+    loss: float  # nats per target
+    grad_norm: float  # before clipping
+    lr: float
+    loads: Mapping[int, Int[Tensor, "2 E"]]  # per layer: tokens per expert, of text and of images
+
+
+def train_step(
+    model: CausalEncoderDecoder,
+    optimizer: torch.optim.Optimizer,
+    packed: PackedBatch,
+    config: TrainConfig,
+    step: int,
+) -> StepResult:
+    """Train on one batch; raises DivergedError before anything has changed."""
+    device = model.norm.weight.device
+    ids = packed.ids.to(device)
+    out = model(Batch.packed(ids, packed.lengths))
+    rows, targets = next_tokens(ids, packed.lengths)
+    loss = backward(model, out.hidden, rows, targets)
+    grad_norm = clip_gradients(optimizer, config.optimizer.clip_norm)
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        optimizer.zero_grad(set_to_none=True)
+        raise DivergedError(
+            f"step {step}: the loss is {loss}, the gradient norm {grad_norm}; the parameters are "
+            "those of the step before. Start again with a lower optimizer.lr or a longer "
+            "warmup_tokens"
+        )
+    lr = config.optimizer.lr * lr_factor(config, step)
+    set_lr(optimizer, lr)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    update_biases(model, out.expert_counts, config.balance_speed)
+    return StepResult(loss=loss, grad_norm=grad_norm, lr=lr, loads=out.expert_counts)
+
+
+def next_tokens(
+    ids: Int[Tensor, " T"], lengths: tuple[int, ...]
+) -> tuple[Int[Tensor, " targets"], Int[Tensor, " targets"]]:
+    """Rows that predict a token, and these tokens: a document's last token predicts none."""
+    last = torch.tensor(lengths, device=ids.device).cumsum(0) - 1
+    predicts = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+    predicts[last] = False
+    rows = predicts.nonzero()[:, 0]
+    return rows, ids[rows + 1]
+
+
+def backward(
+    model: CausalEncoderDecoder,
+    hidden: Float[Tensor, "T D"],
+    rows: Int[Tensor, " targets"],
+    targets: Int[Tensor, " targets"],
+) -> float:
+    """Mean cross-entropy of the targets, and its gradients in every parameter.
+
+    The head runs forward and backward piece by piece, so that only one piece of logits is alive.
+    """
+    cut = hidden.detach().requires_grad_()
+    loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
+    for own, wanted in _pieces(rows, targets, model.config.vocab_size):
+        piece = F.cross_entropy(model.logits(cut[own]), wanted, reduction="sum") / len(targets)
+        piece.backward()
+        loss += piece.detach()
+    hidden.backward(cut.grad)
+    return float(loss)
+
+
+@torch.no_grad()
+def summed_loss(
+    model: CausalEncoderDecoder,
+    hidden: Float[Tensor, "T D"],
+    rows: Int[Tensor, " targets"],
+    targets: Int[Tensor, " targets"],
+) -> float:
+    """Summed cross-entropy of the targets, without gradients."""
+    loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
+    for own, wanted in _pieces(rows, targets, model.config.vocab_size):
+        loss += F.cross_entropy(model.logits(hidden[own]), wanted, reduction="sum")
+    return float(loss)
+
+
+def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> float:
+    """Norm of all gradients together; they are scaled down to ``max_norm`` unless it is 0."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return float(torch.nn.utils.clip_grad_norm_(parameters, max_norm or math.inf))
+
+
+def _pieces(rows: Tensor, targets: Tensor, vocab_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    size = max(1, LOGITS_AT_ONCE // vocab_size)
+    return zip(rows.split(size), targets.split(size), strict=True)
