@@ -1,5 +1,6 @@
 """Residual streams and their mixing coefficients. Report §2.4.1."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 from openv41.ops._dispatch import op
 from openv41.ops.linear import linear
 from openv41.ops.sinkhorn import doubly_stochastic
+
+TOKENS_AT_ONCE = 512
 
 
 @op
@@ -58,7 +61,8 @@ def mix_streams(x: Float[Tensor, "T N D"], a: Float[Tensor, "T N"]) -> Float[Ten
     Accumulates in at least float32 (float64 stays); the result has the dtype of ``x``.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    return (x.to(wide) * a.to(wide)[..., None]).sum(dim=1).to(x.dtype)
+    mixed: Tensor = _Mix.apply(x.to(wide), a.to(wide))
+    return mixed.to(x.dtype)
 
 
 @op
@@ -70,8 +74,58 @@ def update_streams(
 ) -> Float[Tensor, "T N D"]:
     """Write a block output back into the streams: X' = B X + C y, Eq. (6)."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    mixed = torch.bmm(b.to(wide), x.to(wide))
-    return torch.addcmul(mixed, c.to(wide)[..., None], y.to(wide)[:, None]).to(x.dtype)
+    new: Tensor = _Update.apply(x.to(wide), y.to(wide), b.to(wide), c.to(wide))
+    return new.to(x.dtype)
+
+
+def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Cut along tokens, so that all passes over a piece find it in a core's cache."""
+    return zip(*(t.split(TOKENS_AT_ONCE) for t in tensors), strict=True)
+
+
+class _Mix(torch.autograd.Function):
+    """out[t] = sum_n a[t, n] x[t, n]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(x, a)
+        out = x.new_empty(len(x), x.shape[2])
+        for x_, a_, out_ in _pieces(x, a, out):
+            torch.sum(x_ * a_[..., None], dim=1, out=out_)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+        x, a = ctx.saved_tensors
+        grad_x = x.new_empty(x.shape)
+        grad_a = torch.empty_like(a)
+        for x_, a_, g_, gx_, ga_ in _pieces(x, a, grad, grad_x, grad_a):
+            torch.sum(x_ * g_[:, None], dim=-1, out=ga_)
+            torch.mul(a_[..., None], g_[:, None], out=gx_)
+        return grad_x, grad_a
+
+
+class _Update(torch.autograd.Function):
+    """out[t, m] = sum_n b[t, m, n] x[t, n] + c[t, m] y[t]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, b: Tensor, c: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(x, y, b, c)
+        out = x.new_empty(x.shape)
+        for x_, y_, b_, c_, out_ in _pieces(x, y, b, c, out):
+            torch.addcmul(torch.bmm(b_, x_), c_[..., None], y_[:, None], out=out_)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
+        x, y, b, c = ctx.saved_tensors
+        grads = x.new_empty(x.shape), torch.empty_like(y), b.new_empty(b.shape), torch.empty_like(c)
+        for x_, y_, b_, c_, g_, gx_, gy_, gb_, gc_ in _pieces(x, y, b, c, grad, *grads):
+            torch.bmm(b_.mT, g_, out=gx_)
+            torch.bmm(g_, x_.mT, out=gb_)
+            torch.sum(g_ * y_[:, None], dim=-1, out=gc_)
+            torch.sum(g_ * c_[..., None], dim=1, out=gy_)
+        return grads
 
 
 class _NormedProjection(torch.autograd.Function):
@@ -79,14 +133,21 @@ class _NormedProjection(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, deterministic: bool) -> Tensor:  # noqa: ANN401
-        inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-        out = linear(x, weight, deterministic=deterministic) * inverse
+        out, inverse = x.new_empty(len(x), len(weight)), x.new_empty(len(x), 1)
+        for x_, out_, inverse_ in _pieces(x, out, inverse):
+            torch.rsqrt(x_.square().mean(-1, keepdim=True) + eps, out=inverse_)
+            torch.mul(linear(x_, weight, deterministic=deterministic), inverse_, out=out_)
         ctx.save_for_backward(x, weight, inverse, out)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # noqa: ANN401
         x, weight, inverse, out = ctx.saved_tensors
-        scaled = grad * inverse
-        along = (grad * out).sum(-1, keepdim=True) * inverse.square() / x.shape[-1]
-        return (scaled @ weight).addcmul_(x, along, value=-1), scaled.T @ x, None, None
+        grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight)
+        for x_, inverse_, out_, g_, gx_ in _pieces(x, inverse, out, grad, grad_x):
+            scaled = g_ * inverse_
+            along = (g_ * out_).sum(-1, keepdim=True) * inverse_.square() / x.shape[-1]
+            torch.mm(scaled, weight, out=gx_)
+            gx_.addcmul_(x_, along, value=-1)
+            grad_weight.addmm_(scaled.T, x_)
+        return grad_x, grad_weight, None, None
