@@ -142,7 +142,7 @@ def trace_prefill(
             seen[f"{name}.router_scores"], model.config.moe.top_k
         )
         if plan.is_index_source:
-            traced |= _selection(model, plan, seen, fed)
+            traced |= selection_margins(model, plan, seen, fed)
     kept = {n: t for n, t in traced.items() if _leaf(n) not in _LEFT_OUT[mode]}
     subset = _SUBSET - _STREAMS if mode == "released" else _SUBSET
     rows = inputs.subset_positions
@@ -220,7 +220,7 @@ def _needed_feed(model: CausalEncoderDecoder, tokens: int) -> dict[str, int | No
     return needed
 
 
-def _selection(
+def selection_margins(
     model: CausalEncoderDecoder,
     plan: LayerPlan,
     seen: Mapping[str, Tensor],

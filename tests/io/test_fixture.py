@@ -1,0 +1,167 @@
+"""A fixture obeys its rules, is read back, and depends on its options alone."""
+
+import hashlib
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from openv41.errors import InputError
+from openv41.io.checkpoint import load_model
+from openv41.io.compare import compare_tensors
+from openv41.io.engram_map import compress_vocabulary
+from openv41.io.fixture import FixtureOptions, fixture_config, make_fixture, toy_tokenizer
+from openv41.io.hf_config import read_config, read_variant
+from openv41.io.tensor_files import read_metadata, read_tensors
+from openv41.io.trace import Inputs, run_case
+from tests.close import assert_close
+
+SMALL = FixtureOptions(seed=5, vocab_size=64, hidden_size=32, num_experts=2, outputs=False)
+
+
+def digest(folder):
+    hashed = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            hashed[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashed
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fixture") / "seed0"
+    return folder, make_fixture(folder, FixtureOptions())
+
+
+@pytest.mark.slow
+def test_every_rule_is_met_and_measured(made):
+    _, rules = made
+    figures = {rule.name: rule.value for rule in rules}
+    assert [rule.name for rule in rules if not rule.is_met] == []
+    assert figures["windows in the text"] == pytest.approx(127 / 6)
+    assert figures["entries per selected one, ratio 2"] == pytest.approx(63 / 6)
+    assert figures["entries in the partial newest block"] == 127 % 4
+    assert figures["rows without an entry"] == 1
+    assert figures["exact ties at the edge of a selection"] > 20
+    assert 100 < figures["SwiGLU lanes above the limit"] < 10 * 127 * 2 * 64 / 4
+    assert figures["different primes"] == 12
+
+
+@pytest.mark.slow
+def test_text_trace_agrees_with_the_float64_outputs(made):
+    folder, _ = made
+    inputs = Inputs.read(folder / "inputs.safetensors")
+    model = load_model(folder / "checkpoint", dtype=torch.float32)
+    got = run_case(model, inputs, "prefill", "f32")
+    want = read_tensors(folder / "prefill_f64.safetensors")
+    result = compare_tensors(want, got, bounds="f32")
+    assert result.is_equal, result.first
+    assert want["logits"].dtype == torch.float64
+    assert want["logits"].std() > 0.5
+
+
+@pytest.mark.slow
+def test_prompts_and_decode_equal_rows_of_the_prefill(made):
+    folder, _ = made
+    logits = read_tensors(folder / "prefill_f64.safetensors")["logits"]
+    prompts = read_tensors(folder / "prompts_f64.safetensors")
+    rows = prompts["prompt_lengths"].long() - 1
+    assert rows.tolist()[:5] == [0, 1, 2, 4, 5]
+    assert_close("prompts", prompts["logits"], logits[rows], atol=1e-10)
+    decoded = read_tensors(folder / "decode_f64.safetensors")
+    assert_close("decode", decoded["logits"], logits[decoded["positions"].long()], atol=1e-10)
+
+
+@pytest.mark.slow
+def test_outputs_say_whose_they_are(made):
+    folder, _ = made
+    assert "not an independent" in read_metadata(folder / "prefill_f64.safetensors")["made_by"]
+    text = (folder / "README.md").read_text()
+    assert "NOT MET" not in text
+    assert "They are **not** an independent" in text
+
+
+def test_same_options_give_the_same_bytes_whatever_the_global_generator(tmp_path):
+    make_fixture(tmp_path / "a", SMALL)
+    torch.manual_seed(99)
+    torch.rand(7)
+    make_fixture(tmp_path / "b", SMALL)
+    first = digest(tmp_path / "a")
+    assert first == digest(tmp_path / "b")
+    assert len(first) > 12
+
+
+def test_another_seed_gives_other_weights_and_tokens(tmp_path):
+    make_fixture(tmp_path / "a", SMALL)
+    make_fixture(tmp_path / "b", replace(SMALL, seed=6))
+    a, b = (load_model(tmp_path / name / "checkpoint") for name in "ab")
+    assert not torch.equal(a.embed.weight, b.embed.weight)
+    ids = [read_tensors(tmp_path / name / "inputs.safetensors")["text_ids"] for name in "ab"]
+    assert not torch.equal(*ids)
+
+
+@pytest.mark.parametrize(("quantised", "variant"), [(True, "released"), (False, "bfloat16")])
+def test_checkpoint_is_read_back(tmp_path, quantised, variant):
+    make_fixture(tmp_path / "x", replace(SMALL, quantised=quantised))
+    checkpoint = tmp_path / "x" / "checkpoint"
+    assert read_variant(checkpoint) == variant
+    config = read_config(checkpoint)
+    assert (config.vocab_size, config.hidden_size, config.moe.num_experts) == (64, 32, 2)
+    model = load_model(checkpoint)
+    assert model.layers[0].attention.wq_a.is_stored == quantised
+    assert model.token_map.unique().numel() == config.engram.compressed_vocab_size < 40
+
+
+def test_norms_are_spread_and_biases_are_not_zero(tmp_path):
+    make_fixture(tmp_path / "x", SMALL)
+    model = load_model(tmp_path / "x" / "checkpoint", dtype=torch.float32)
+    for name, value in model.named_parameters():
+        if re.search(r"norm\.weight|[qk]_weight", name):
+            assert value.min() >= 0.5, name
+            assert value.max() <= 1.5, name
+            assert value.std() > 0.1, name
+        elif re.search(r"(bias|bias_vl|base|sink)$", name):
+            assert value.abs().min() > 0, name
+
+
+def test_two_classes_of_words_collapse():
+    tokenizer = toy_tokenizer(64)
+    content = json.loads(tokenizer)
+    assert len(content["model"]["vocab"]) == 64
+    backend = Tokenizer.from_str(tokenizer)
+    token_map = compress_vocabulary(backend)
+    vocab = content["model"]["vocab"]
+    same = {token_map[vocab[word]] for word in ("w1", " W1", "\u1e831")}
+    assert len(same) == 1
+    assert token_map[vocab["q1  r"]] == token_map[vocab[" Q1 R"]] not in same
+
+
+def test_without_ties_the_index_has_eight_heads():
+    with_ties, _ = fixture_config(FixtureOptions())
+    without, _ = fixture_config(FixtureOptions(ties=False))
+    assert (with_ties.indexer.num_heads, without.indexer.num_heads) == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length": 10}, r"length is 10, must be in 64\.\.488"),
+        ({"length": 500}, r"length is 500, must be in 64\.\.488"),
+        ({"vocab_size": 9}, "vocab_size is 9, must be at least 64"),
+        ({"preset": "huge"}, "there is no preset 'huge'"),
+    ],
+)
+def test_impossible_options_are_named(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_fixture(tmp_path / "x", FixtureOptions(**options))
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_used_folder_is_refused(tmp_path):
+    (tmp_path / "keep").write_text("mine")
+    with pytest.raises(InputError, match="is not empty"):
+        make_fixture(tmp_path, SMALL)
+    assert (tmp_path / "keep").read_text() == "mine"
