@@ -10,7 +10,7 @@ READS_ENVIRONMENT = "src/openv41/ops/_dispatch.py"
 FORMAT_FILES = {"tensor_names.py", "hf_config.py"}
 # Parts of released tensor names that occur in no other sense.
 RELEASED_NAMES = re.compile(
-    r"\b(attn\.wq_a|attn\.wkv|hc_attn_\w+|hc_ffn_\w+|attn_sink|ffn\.experts|mtp\.\d|gate\.bias_vl"
+    r"\b(attn\.wq_a|attn\.wkv|hc_attn_\w+|hc_ffn_\w+|attn_sink|ffn\.experts|ffn\.gate|mtp\.\d"
     r"|shared_experts|engram\.embed|layers\.\{?\w*\}?\.(attn|ffn)\.)\b"
 )
 
