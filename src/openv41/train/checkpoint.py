@@ -24,6 +24,7 @@ from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 FOLDER = "resume"
 KEPT = 2
 FORMAT = "openv41-training-state-1"
+METADATA_KEY = "state"  # one key, since the library writes several in any order
 
 log = logging.getLogger(__name__)
 Description = Mapping[str, Any]  # nested: models, settings, data
@@ -47,17 +48,18 @@ def save_state(
 ) -> Path:
     """Write the state before ``step`` and remove all but the newest files."""
     tensors = dict(_tensors(model, optimizer))
-    metadata = {"format": FORMAT, "step": str(step), "run": json.dumps(description)}
+    about = {"format": FORMAT, "step": step, "run": description}
     path = folder / FOLDER / f"step-{step:09}.safetensors"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(path) as temporary:
-            save_file(tensors, temporary, metadata)
+            save_file(tensors, temporary, {METADATA_KEY: json.dumps(about)})
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{path}: cannot write the checkpoint: {error}; the one before it is still good"
         ) from None
-    for old in _files(folder)[:-KEPT]:
+    half_written = path.parent.glob(".step-*.tmp")  # by a process that was killed
+    for old in (*_files(folder)[:-KEPT], *half_written):
         old.unlink()
     return path
 
@@ -68,7 +70,7 @@ def load_newest(folder: Path) -> State | None:
     for path in reversed(files):
         try:
             return _read(path)
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             log.warning("%s cannot be read (%s); trying the one before it", path, error)
     if files:
         raise CheckpointError(
@@ -127,11 +129,11 @@ def _tensors(
 
 def _read(path: Path) -> State:
     with safe_open(path, "pt") as file:
-        metadata = file.metadata() or {}
-        if metadata.get("format") != FORMAT:
-            raise ValueError(f"format {metadata.get('format')!r}")
+        about = json.loads(file.metadata()[METADATA_KEY])
+        if about["format"] != FORMAT:
+            raise ValueError(f"format {about['format']!r}")
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- no dict
-    return State(int(metadata["step"]), json.loads(metadata["run"]), tensors)
+    return State(about["step"], about["run"], tensors)
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

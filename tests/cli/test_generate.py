@@ -1,0 +1,90 @@
+"""``openv41 generate``: text on stdout, equal for equal seeds; plain errors."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from openv41.cli.main import app
+from openv41.engine.generate import generate
+from openv41.engine.sampler import SamplingConfig
+from openv41.io.checkpoint import load_model, save_model
+from openv41.io.checkpoint_writer import read_companions
+from openv41.io.engram_map import compress_vocabulary
+from openv41.io.tokenizer import load_tokenizer, train_tokenizer
+from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
+from openv41.model.init import init_weights
+from openv41.presets import with_vocabulary
+from tests.train.runs import short_config
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "text.txt").write_text("To be, or not to be, that is the question.\n")
+    tokenizer = train_tokenizer([folder / "text.txt"], vocab_size=262)
+    tokenizer.save(folder / "tokenizer")
+    classes = len(set(compress_vocabulary(tokenizer.backend)))
+    config = with_vocabulary(
+        replace(short_config(), max_position=12), vocab_size=262, compressed_vocab_size=classes
+    )
+    model = CausalEncoderDecoder(config, dtype=torch.float32)
+    init_weights(model, 1)
+    save_model(model, folder / "released", companions=read_companions(folder / "tokenizer"))
+    return folder / "released"
+
+
+def run(checkpoint, *options, prompt="To be"):
+    return CliRunner().invoke(app, ["generate", str(checkpoint), "--prompt", prompt, *options])
+
+
+def test_it_writes_only_the_new_text(checkpoint):
+    result = run(checkpoint, "--max-tokens", "5", "--temperature", "0")
+    assert result.exit_code == 0, result.stderr
+    model = load_model(checkpoint, dtype=torch.float32)
+    tokenizer = load_tokenizer(checkpoint)
+    ids = [0, *tokenizer.encode("To be")]
+    want = list(generate(model, ids, SamplingConfig(temperature=0.0), max_tokens=5))
+    assert result.stdout == tokenizer.decode(want) + "\n"
+    assert len(want) == 5
+
+
+def test_seeds_and_numerics(checkpoint):
+    options = ("--max-tokens", "4", "--top-k", "50", "--top-p", "0.9")
+    first = run(checkpoint, *options, "--seed", "1")
+    assert first.exit_code == 0, first.stderr
+    assert run(checkpoint, *options, "--seed", "1").stdout == first.stdout
+    assert run(checkpoint, *options, "--seed", "2").stdout != first.stdout
+    rounded = run(checkpoint, *options, "--numerics", "released")
+    assert rounded.exit_code == 0, rounded.stderr
+
+
+def test_an_empty_prompt_starts_a_text_and_the_last_position_ends_it(checkpoint):
+    result = run(checkpoint, "--max-tokens", "500", "--temperature", "0", prompt="")
+    assert result.exit_code == 0, result.stderr
+    assert "stopped: the text has reached position 12, the model's last" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--temperature", "-1"), "temperature is -1.0, must be at least 0"),
+        (("--top-p", "0"), "top_p is 0.0, must be above 0"),
+        (("--max-tokens", "0"), "max_tokens is 0, must be at least 1"),
+    ],
+)
+def test_options_are_checked(checkpoint, options, message):
+    result = run(checkpoint, *options)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_prompt_that_is_too_long_and_a_folder_that_is_no_checkpoint(checkpoint, tmp_path):
+    result = run(checkpoint, prompt="x" * 60)
+    assert result.exit_code == 2
+    assert "the prompt has 61 tokens; the model allows 12" in result.stderr
+    result = run(tmp_path)
+    assert result.exit_code == 2
+    assert "cannot read the tokenizer" in result.stderr

@@ -1,0 +1,63 @@
+"""The log of a run: what stands in it, and what a resumed run drops."""
+
+import json
+
+import pytest
+
+from openv41.train.metrics import EVENTS_FOLDER, LOG_FILE, RunLog, StepRecord
+
+ACCUMULATOR = "tensorboard.backend.event_processing.event_accumulator"
+
+
+def record(step, **changes):
+    values = {"loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "worst_load": 1.5}
+    return StepRecord(step=step, tokens=step * 64, tokens_per_second=10.0, **{**values, **changes})
+
+
+def steps_in(folder):
+    return [json.loads(line)["step"] for line in (folder / LOG_FILE).read_text().splitlines()]
+
+
+def test_one_object_per_step(tmp_path):
+    with RunLog(tmp_path, 0) as log:
+        log.add(record(1))
+        assert steps_in(tmp_path) == [1]  # it can be read while the run goes on
+        log.add(record(2, heldout_bits_per_byte=1.25))
+    first, second = map(json.loads, (tmp_path / LOG_FILE).read_text().splitlines())
+    assert first == {
+        "step": 1,
+        "tokens": 64,
+        "loss": 2.5,
+        "lr": 1e-3,
+        "grad_norm": 0.5,
+        "worst_load": 1.5,
+        "tokens_per_second": 10.0,
+    }
+    assert second == {**first, "step": 2, "tokens": 128, "heldout_bits_per_byte": 1.25}
+
+
+def test_a_resumed_run_drops_what_lies_behind_its_checkpoint(tmp_path):
+    with RunLog(tmp_path, 0) as log:
+        for step in (1, 2, 3, 4):
+            log.add(record(step))
+    with (tmp_path / LOG_FILE).open("a") as file:
+        file.write('{"step": 5, "tok')  # the process died here
+    with RunLog(tmp_path, 2) as log:
+        log.add(record(3))
+    assert steps_in(tmp_path) == [1, 2, 3]
+
+
+def test_a_new_run_starts_with_an_empty_log(tmp_path):
+    (tmp_path / LOG_FILE).write_text('{"step": 1}\n')
+    with RunLog(tmp_path, 0):
+        assert steps_in(tmp_path) == []
+
+
+def test_tensorboard_gets_the_same_values(tmp_path):
+    accumulator = pytest.importorskip(ACCUMULATOR).EventAccumulator
+    with RunLog(tmp_path, 0) as log:
+        log.add(record(1, loss=3.0))
+        log.add(record(2, loss=2.0))
+    events = accumulator(str(tmp_path / EVENTS_FOLDER)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 3.0), (2, 2.0)]
+    assert "tokens" not in events.Tags()["scalars"]

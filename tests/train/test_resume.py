@@ -1,0 +1,184 @@
+"""Resuming is exact: the same losses to the last bit, whatever ended the run."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from openv41.errors import CheckpointError, ConfigError
+from openv41.train.checkpoint import FOLDER, has_run, load_newest
+from openv41.train.loop import StoppedError, Trainer
+from openv41.train.token_shards import prepare_shards
+from tests.conftest import REPOSITORY
+from tests.train.runs import mini_run, read_log
+
+CHILD = """
+import sys
+from pathlib import Path
+from openv41.train.loop import Trainer
+from openv41.train.token_shards import TokenShards
+from tests.train.runs import mini_run
+data, out, steps = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+run = mini_run(TokenShards(data), out, heldout=data, tokens=steps * 32)
+Trainer(run, resume=out.exists()).fit()
+"""
+
+
+@pytest.fixture(scope="module")
+def shards(text_files, text_tokenizer, tmp_path_factory):
+    return prepare_shards(text_files, text_tokenizer, tmp_path_factory.mktemp("run") / "data")
+
+
+def start_child(shards, out, steps):
+    command = [sys.executable, "-c", CHILD, str(shards.folder), str(out), str(steps)]
+    path = os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+
+
+def stop_after(trainer, step):
+    def report(record):
+        if record.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(StoppedError):
+        trainer.fit(report)
+
+
+def same_models(a, b):
+    after = b.state_dict()
+    return all(torch.equal(value, after[name]) for name, value in a.state_dict().items())
+
+
+def test_a_resumed_run_equals_one_that_was_never_stopped(shards, tmp_path):
+    whole = Trainer(mini_run(shards, tmp_path / "whole", heldout=shards.folder), resume=False)
+    whole.fit()
+    run = replace(whole.run, out=tmp_path / "parts")
+    stop_after(Trainer(run, resume=False), 2)
+    resumed = Trainer(run, resume=True)
+    assert 2 <= resumed.step < 6
+    resumed.fit()
+    assert read_log(tmp_path / "parts") == read_log(tmp_path / "whole")
+    assert same_models(whole.model, resumed.model)
+    assert [f.name for f in sorted((tmp_path / "parts" / FOLDER).iterdir())] == [
+        "step-000000004.safetensors", "step-000000006.safetensors",
+    ]  # fmt: skip
+
+
+def test_a_finished_run_is_written_again_and_not_trained(shards, tmp_path):
+    run = mini_run(shards, tmp_path / "out", tokens=64)
+    first = Trainer(run, resume=False)
+    folder = first.fit()
+    (folder / "config.json").unlink()
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    for file in folder.iterdir():
+        file.unlink()
+    again = Trainer(run, resume=True)
+    again.fit(lambda record: pytest.fail(f"trained {record}"))
+    assert (folder / "config.json").is_file()
+    assert same_models(first.model, again.model)
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before_it(shards, tmp_path, caplog):
+    run = mini_run(shards, tmp_path / "out", tokens=128)
+    Trainer(run, resume=False).fit()
+    older, newest = sorted((run.out / FOLDER).iterdir())
+    newest.write_bytes(newest.read_bytes()[:-100])
+    assert load_newest(run.out).step == 2
+    assert "step-000000004.safetensors cannot be read" in caplog.text
+    older.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="no checkpoint can be read"):
+        load_newest(run.out)
+
+
+def test_resume_before_the_first_checkpoint_starts_anew(shards, tmp_path, caplog):
+    trainer = Trainer(mini_run(shards, tmp_path / "out"), resume=True)
+    assert trainer.step == 0
+    assert "holds no checkpoint yet" in caplog.text
+    assert not has_run(tmp_path / "out")
+
+
+def test_another_run_is_refused_and_the_differences_named(shards, tmp_path, text_tokenizer):
+    run = mini_run(shards, tmp_path / "out", tokens=64)
+    Trainer(run, resume=False).fit()
+    text = tmp_path / "other.txt"
+    text.write_text("Other words than those. " * 30)
+    other = prepare_shards([text], text_tokenizer, tmp_path / "other")
+    changed = replace(
+        run,
+        data=other.folder,
+        train=replace(run.train, optimizer=replace(run.train.optimizer, lr=0.5)),
+        model=replace(run.model, moe=replace(run.model.moe, route_scale=2.0)),
+    )
+    with pytest.raises(ConfigError, match="cannot be resumed: it is another run: 3") as caught:
+        Trainer(changed, resume=True)
+    message = str(caught.value)
+    assert "data: the run has '" in message
+    assert "train.optimizer.lr: the run has 0.001, now it is 0.5" in message
+    assert "model.moe.route_scale: the run has 1.5, now it is 2.0" in message
+
+
+def test_a_full_disk_leaves_the_older_checkpoint(shards, tmp_path, monkeypatch):
+    run = mini_run(shards, tmp_path / "out", tokens=128)
+    trainer = Trainer(run, resume=False)
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    def report(record):
+        if record.step == 3:
+            monkeypatch.setattr("openv41.train.checkpoint.save_file", fail)
+
+    with pytest.raises(CheckpointError, match=r"No space left.*the one before it is still good"):
+        trainer.fit(report)
+    assert load_newest(run.out).step == 2
+    assert [f.name for f in (run.out / FOLDER).iterdir()] == ["step-000000002.safetensors"]
+
+
+def killed_and_resumed(shards, out, steps, kills, delay):
+    """Kill a run some times at moments that ``delay`` chooses, then let it end."""
+    for _ in range(kills):
+        child = start_child(shards, out, steps)
+        deadline = time.monotonic() + 120
+        before = {f.name for f in (out / FOLDER).glob("step-*")}
+        while child.poll() is None and time.monotonic() < deadline:
+            if {f.name for f in (out / FOLDER).glob("step-*")} - before:
+                break
+            time.sleep(0.01)
+        time.sleep(delay())
+        child.kill()
+        child.wait()
+    child = start_child(shards, out, steps)
+    assert child.wait(timeout=300) == 0
+
+
+@pytest.mark.slow
+def test_kill_9_and_resume_gives_the_same_losses(shards, tmp_path):
+    killed_and_resumed(shards, tmp_path / "killed", 8, 1, lambda: 0.05)
+    assert start_child(shards, tmp_path / "whole", 8).wait(timeout=300) == 0
+    assert read_log(tmp_path / "killed") == read_log(tmp_path / "whole")
+    compare_files(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.prove
+def test_twenty_kills_at_random_moments(shards, tmp_path, record_proof):
+    pick = random.Random(1)
+    killed_and_resumed(shards, tmp_path / "killed", 50, 20, lambda: pick.uniform(0, 0.5))
+    assert start_child(shards, tmp_path / "whole", 50).wait(timeout=300) == 0
+    assert read_log(tmp_path / "killed") == read_log(tmp_path / "whole")
+    compare_files(tmp_path / "killed", tmp_path / "whole")
+    record_proof(kills=20, steps=50, equal_losses=50)
+
+
+def compare_files(a, b):
+    """The last state and the written model agree byte for byte."""
+    for folder in (FOLDER, "checkpoint"):
+        names = sorted(f.name for f in (a / folder).iterdir())
+        assert names == sorted(f.name for f in (b / folder).iterdir())
+        for name in names:
+            assert (a / folder / name).read_bytes() == (b / folder / name).read_bytes(), name

@@ -1,0 +1,38 @@
+"""What a run's settings refuse."""
+
+import pytest
+
+from openv41.errors import ConfigError
+from openv41.train.config import OptimizerConfig, TrainConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tokens": 0}, "tokens is 0, must be at least 1"),
+        ({"tokens": 100}, r"tokens is 100, must be at least batch_tokens \(4096\)"),
+        ({"batch_tokens": 1000}, r"must be a multiple of sequence_length \(512\)"),
+        ({"sequence_length": 1}, "sequence_length is 1, must be at least 2"),
+        ({"warmup_tokens": 3_000_000}, r"together exceed tokens \(2000000\)"),
+        ({"decay": "step"}, "decay is 'step', must be linear or cosine"),
+        ({"final_lr_factor": 1.5}, "final_lr_factor is 1.5, must be from 0 to 1"),
+        ({"balance_speed": -1.0}, "balance_speed is -1.0, must be at least 0"),
+    ],
+)
+def test_run_settings(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": 0.0}, "lr is 0.0, must be above 0"),
+        ({"eps": float("nan")}, "eps is nan, must be above 0"),
+        ({"beta1": 1.0}, "beta1 is 1.0, must be at least 0 and below 1"),
+        ({"clip_norm": -1.0}, "clip_norm is -1.0, must be at least 0"),
+    ],
+)
+def test_optimizer_settings(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        OptimizerConfig(**settings)
