@@ -12,9 +12,10 @@ from tests.close import assert_close
 from tests.oracles import attention as oracle
 
 
-def attend(q, window_kv, window_rows, *rest):
-    """The op, with bands planned from the rows."""
-    return ops.sparse_attention(q, window_kv, ops.plan_window(window_rows), *rest)
+def attend(q, window_kv, window_rows, main_kv, main_rows, *rest):  # noqa: PLR0917
+    """The op, with the keys planned from the rows."""
+    keys = ops.plan_keys(window_rows), ops.plan_keys(main_rows)
+    return ops.sparse_attention(q, window_kv, keys[0], main_kv, keys[1], *rest)
 
 
 def case(T, H=2, C=4, S=9, M=7, W=3, K=4, dtype=torch.float64):  # noqa: PLR0917

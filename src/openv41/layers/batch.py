@@ -89,7 +89,9 @@ class Batch:
     @cached_property
     def last_rows(self) -> Int[Tensor, " B"]:
         """Row of each request's last new token (requests without new tokens are left out)."""
-        rows = [total - 1 for total, n in zip(accumulate(self.counts), self.counts, strict=True) if n]
+        rows = [
+            total - 1 for total, n in zip(accumulate(self.counts), self.counts, strict=True) if n
+        ]
         return torch.tensor(rows, dtype=torch.int64, device=self.device)
 
 

@@ -43,7 +43,7 @@ class ForwardContext:
         self._segments: dict[int, list[Segment]] = {}
         self.main_kv: dict[int, Float[Tensor, "M C"]] = {}  # by kv source
         self.index_keys: dict[int, Float[Tensor, "M J"]] = {}  # by kv source
-        self.selected: dict[int, Int[Tensor, "T K"]] = {}  # by index source, ids within a request
+        self.main_keys: dict[int, ops.Keys] = {}  # by index source
         self.candidates: Bool[Tensor, "T M"] | None = None
         self.is_image: Bool[Tensor, " T"] | None = None
         self.recent_ids: Int[Tensor, "T reach"] | None = None  # compressed, newest first
@@ -60,10 +60,15 @@ class ForwardContext:
         return self._probe is not None and self._probe.wants(name)
 
     @cached_property
-    def window(self) -> ops.Window:
+    def window_keys(self) -> ops.Keys:
         """Rows of the window context that each token sees."""
         rows = lookback_rows(self.batch, self._attention.window_size)
-        return ops.plan_window(rows, deterministic=self.deterministic)
+        return ops.plan_keys(rows, deterministic=self.deterministic)
+
+    @cached_property
+    def no_keys(self) -> ops.Keys:
+        """No row for any token: the main part of a layer without main KV."""
+        return ops.plan_keys(self.batch.positions[:, None][:, :0])
 
     def entries(self, ratio: int) -> Entries:
         """Main-KV bookkeeping of a compression ratio."""
@@ -132,9 +137,12 @@ class ForwardContext:
             self._extend(slot, new, self.batch.starts, self.batch.stops, list(self.batch.starts))
         return torch.cat([pending, new])
 
-    def context_rows(self, ratio: int, selected: Int[Tensor, "T K"]) -> Int[Tensor, "T K"]:
-        """Turn entry ids within a request into rows of the main context."""
-        return torch.where(selected < 0, -1, selected + self.entries(ratio).first_rows[:, None])
+    def publish_selection(self, source: int, ratio: int, selected: Int[Tensor, "T K"]) -> None:
+        """Share the entries (ids within a request) that an index source has chosen."""
+        rows = torch.where(
+            selected < 0, -1, selected + self.entries(ratio).first_rows[:, None]
+        )
+        self.main_keys[source] = ops.plan_keys(rows, deterministic=self.deterministic)
 
 
 def frequencies(attention: AttentionConfig, ratio: int) -> Float[Tensor, " pairs"]:

@@ -4,18 +4,18 @@ Full layers compress their input into main KV, Reindex layers choose entries ane
 take the latest choice; every layer has its own sliding window.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 
 from openv41 import ops
 from openv41.config import ModelConfig, NumericsConfig
 from openv41.layers.context import ForwardContext
+from openv41.layers.factory import Factory
 from openv41.layers.hierarchical_indexer import HierarchicalIndexer
-from openv41.layers.islands import Float32Islands, island_dtype
+from openv41.layers.islands import Float32Islands, island
 from openv41.layers.quantized_linear import Linear, QuantizedLinear, RMSNorm
 from openv41.layers.rounding import round_main_kv, round_window_kv
 from openv41.layers.store import Slot
@@ -33,12 +33,9 @@ class Compressor(nn.Module):
         config: ModelConfig,
         plan: LayerPlan,
         numerics: NumericsConfig,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Unpack[Factory],
     ) -> None:
         super().__init__()
-        made = {"device": device, "dtype": dtype}
         dim, width = config.hidden_size, config.attention.head_dim
         self.plan, self.numerics = plan, numerics
         self.wkv = Linear(dim, width, numerics, **made)
@@ -48,14 +45,16 @@ class Compressor(nn.Module):
 
     def forward(self, x: Float[Tensor, "T D"], ctx: ForwardContext) -> Float[Tensor, "M C"]:
         """Compress the groups that this batch completes; the rest waits in the store."""
-        if self.plan.ratio == 1:
-            return self.norm(self.wkv(x))
+        latent = self.wkv(x) if self.plan.ratio == 1 else self._pool(x, ctx)
+        normed: Tensor = self.norm(latent)
+        return normed
+
+    def _pool(self, x: Float[Tensor, "T D"], ctx: ForwardContext) -> Float[Tensor, "M C"]:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         projected = torch.cat([self.wkv(wide), self.wgate(wide)], dim=-1)  # [T, 2C]
         rows = ctx.with_pending(Slot("pending", self.plan.layer), projected)
         members = rows[ctx.entries(self.plan.ratio).member_rows]  # [M, ratio, 2C]
-        pooled = ops.pool_group(*members.chunk(2, dim=-1))
-        return self.norm(pooled.to(x.dtype))
+        return ops.pool_group(*members.chunk(2, dim=-1)).to(x.dtype)
 
 
 class CSA2Attention(Float32Islands):
@@ -68,15 +67,11 @@ class CSA2Attention(Float32Islands):
         config: ModelConfig,
         plan: LayerPlan,
         numerics: NumericsConfig,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Unpack[Factory],
     ) -> None:
         super().__init__()
-        made = {"device": device, "dtype": dtype}
         attn, dim = config.attention, config.hidden_size
         self.attn, self.plan, self.numerics = attn, plan, numerics
-        self.top_k = config.indexer.top_k
         width = attn.num_heads * attn.head_dim
         grouped = attn.o_groups * attn.o_rank
         self.wq_a = QuantizedLinear(dim, attn.q_rank, numerics, **made)
@@ -86,9 +81,7 @@ class CSA2Attention(Float32Islands):
         self.kv_norm = RMSNorm(attn.head_dim, config.norm_eps, **made)
         self.wo_a = QuantizedLinear(width // attn.o_groups, grouped, numerics, **made)
         self.wo_b = QuantizedLinear(grouped, dim, numerics, **made)
-        self.sink = nn.Parameter(
-            torch.empty(attn.num_heads, device=device, dtype=island_dtype(dtype))
-        )
+        self.sink = nn.Parameter(torch.empty(attn.num_heads, **island(made)))
         if plan.is_kv_source:
             self.compressor = Compressor(config, plan, numerics, **made)
         if plan.is_index_source:
@@ -103,28 +96,21 @@ class CSA2Attention(Float32Islands):
         if plan.is_kv_source:
             self._publish_main_kv(x, ctx)
         if plan.is_index_source:
-            ctx.selected[plan.layer] = self.indexer(x, q_latent, ctx)
+            ctx.publish_selection(plan.layer, plan.ratio, self.indexer(x, q_latent, ctx))
         if plan.ratio:
-            main_kv = ctx.main_kv[plan.kv_source]
-            main_rows = ctx.context_rows(plan.ratio, ctx.selected[plan.index_source])
-            if self.numerics.deterministic:  # sums of one length, whatever else is in the batch
-                main_rows = F.pad(main_rows, (0, self.top_k - main_rows.shape[1]), value=-1)
+            main_kv, main_keys = ctx.main_kv[plan.kv_source], ctx.main_keys[plan.index_source]
         else:
-            main_kv, main_rows = window_kv[:0], ctx.window.rows[:, :0]
+            main_kv, main_keys = window_kv[:0], ctx.no_keys
         scale = self.attn.head_dim**-0.5
         out = ops.sparse_attention(
-            q, window_kv, ctx.window, main_kv, main_rows, self.sink, scale
+            q, window_kv, ctx.window_keys, main_kv, main_keys, self.sink, scale
         )
         return self._project_out(ops.rotate(out, rope, inverse=True))
 
     def _window_kv(self, x: Tensor, ctx: ForwardContext) -> Float[Tensor, "S C"]:
         kv = ops.rotate(self.kv_norm(self.wkv(x)), ctx.rope(self.plan.ratio))
-        kv = ctx.observe(
-            f"layers.{self.plan.layer}.window_kv", round_window_kv(kv, self.numerics)
-        )
-        return ctx.extend(
-            Slot("window", self.plan.layer), kv, reach=self.attn.window_size
-        )
+        kv = ctx.observe(f"layers.{self.plan.layer}.window_kv", round_window_kv(kv, self.numerics))
+        return ctx.extend(Slot("window", self.plan.layer), kv, reach=self.attn.window_size)
 
     def _publish_main_kv(self, x: Tensor, ctx: ForwardContext) -> None:
         """Compress, then make index keys (before rotation and rounding) and main KV."""
@@ -147,4 +133,5 @@ class CSA2Attention(Float32Islands):
             ops.linear(inputs[:, g], weight[g], deterministic=self.numerics.deterministic)
             for g in range(groups)
         ]
-        return self.wo_b(torch.cat(parts, dim=-1))
+        projected: Tensor = self.wo_b(torch.cat(parts, dim=-1))
+        return projected

@@ -1,5 +1,7 @@
 """Engram: a gated n-gram memory added to every residual stream. Report §2.4.2."""
 
+from typing import Unpack
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -7,6 +9,7 @@ from torch import Tensor, nn
 from openv41 import ops
 from openv41.config import EngramConfig, ModelConfig, NumericsConfig
 from openv41.layers.context import ForwardContext
+from openv41.layers.factory import Factory
 from openv41.layers.quantized_linear import QuantizedLinear, QuantizedTable
 from openv41.ngram_hash_constants import hash_constants
 
@@ -24,12 +27,9 @@ class Engram(nn.Module):
         config: ModelConfig,
         engram: EngramConfig,
         numerics: NumericsConfig,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Unpack[Factory],
     ) -> None:
         super().__init__()
-        made = {"device": device, "dtype": dtype}
         self.layer, self.norm_eps = layer, config.norm_eps
         streams, dim = config.mhc.num_streams, config.hidden_size
         place = engram.layer_ids.index(layer)
@@ -41,8 +41,9 @@ class Engram(nn.Module):
         self.q_weight = nn.Parameter(torch.empty(streams, dim, **made))
         self.k_weight = nn.Parameter(torch.empty(streams, dim, **made))
         constants = hash_constants(engram)[place]
-        if torch.device(device or "cpu").type == "meta":
-            device = None  # the constants are derived, not loaded: always real
+        device = made.get("device") or "cpu"
+        if torch.device(device).type == "meta":
+            device = "cpu"  # the constants are derived, not loaded: always real
         for name in ("multipliers", "primes", "offsets"):
             values = torch.tensor(getattr(constants, name), dtype=torch.int64, device=device)
             self.register_buffer(name, values, persistent=False)

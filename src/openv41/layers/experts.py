@@ -1,6 +1,6 @@
 """Mixture of experts with one routing bias for text and one for images. Report §2.1.1."""
 
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from jaxtyping import Float, Int
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from openv41 import ops
 from openv41.config import MoeConfig, NumericsConfig
 from openv41.layers.context import ForwardContext
-from openv41.layers.islands import Float32Islands, island_dtype
+from openv41.layers.factory import Factory
+from openv41.layers.islands import Float32Islands, island
 from openv41.layers.quantized_linear import QuantizedLinear, QuantizedWeight
 
 
@@ -22,19 +23,13 @@ class Gate(Float32Islands):
         self,
         dim: int,
         moe: MoeConfig,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Unpack[Factory],
     ) -> None:
         super().__init__()
-        num, wide = moe.num_experts, island_dtype(dtype)
-        self.weight = nn.Parameter(torch.empty(num, dim, device=device, dtype=dtype))
-        self.bias = nn.Parameter(
-            torch.empty(num, device=device, dtype=wide), requires_grad=False
-        )
-        self.bias_vl = nn.Parameter(
-            torch.empty(num, device=device, dtype=wide), requires_grad=False
-        )
+        num, wide = moe.num_experts, island(made)
+        self.weight = nn.Parameter(torch.empty(num, dim, **made))
+        self.bias = nn.Parameter(torch.empty(num, **wide), requires_grad=False)
+        self.bias_vl = nn.Parameter(torch.empty(num, **wide), requires_grad=False)
 
 
 class RoutedExperts(nn.Module):
@@ -44,16 +39,13 @@ class RoutedExperts(nn.Module):
         self,
         dim: int,
         moe: MoeConfig,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Unpack[Factory],
     ) -> None:
         super().__init__()
         num, width = moe.num_experts, moe.expert_dim
-        made = {"weight_format": "fp4", "device": device, "dtype": dtype}
-        self.w1 = QuantizedWeight(num, width, dim, **made)
-        self.w3 = QuantizedWeight(num, width, dim, **made)
-        self.w2 = QuantizedWeight(num, dim, width, **made)
+        self.w1 = QuantizedWeight(num, width, dim, weight_format="fp4", **made)
+        self.w3 = QuantizedWeight(num, width, dim, weight_format="fp4", **made)
+        self.w2 = QuantizedWeight(num, dim, width, weight_format="fp4", **made)
 
 
 class SharedExpert(nn.Module):
@@ -64,12 +56,9 @@ class SharedExpert(nn.Module):
         dim: int,
         moe: MoeConfig,
         numerics: NumericsConfig,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Unpack[Factory],
     ) -> None:
         super().__init__()
-        made = {"device": device, "dtype": dtype}
         self.limit = moe.swiglu_limit
         self.w1 = QuantizedLinear(dim, moe.expert_dim, numerics, **made)
         self.w3 = QuantizedLinear(dim, moe.expert_dim, numerics, **made)
@@ -77,7 +66,8 @@ class SharedExpert(nn.Module):
 
     def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         """Apply the clamped SwiGLU."""
-        return self.w2(ops.clamped_swiglu(self.w1(x), self.w3(x), self.limit))
+        out: Tensor = self.w2(ops.clamped_swiglu(self.w1(x), self.w3(x), self.limit))
+        return out
 
 
 class MixtureOfExperts(nn.Module):
@@ -89,12 +79,9 @@ class MixtureOfExperts(nn.Module):
         dim: int,
         moe: MoeConfig,
         numerics: NumericsConfig,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Unpack[Factory],
     ) -> None:
         super().__init__()
-        made = {"device": device, "dtype": dtype}
         self.layer, self.moe, self.numerics = layer, moe, numerics
         self.gate = Gate(dim, moe, **made)
         self.experts = RoutedExperts(dim, moe, **made)
@@ -103,8 +90,9 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Float[Tensor, "T D"], ctx: ForwardContext) -> Float[Tensor, "T D"]:
         """Route every token, run its experts, add the shared expert in float32, round once."""
         expert_ids, weights = self._route(x, ctx)
-        routed = self._run_experts(x, expert_ids, weights)
-        return (routed + self.shared(x)).to(x.dtype)
+        routed, shared = self._run_experts(x, expert_ids, weights), self.shared(x)
+        out: Tensor = routed + shared
+        return out.to(x.dtype)
 
     def _route(
         self, x: Tensor, ctx: ForwardContext
@@ -134,8 +122,7 @@ class MixtureOfExperts(nn.Module):
         inputs = x.index_select(0, order // self.moe.top_k).split(counts)
         shares = weights.flatten()[order].split(counts)
         stacks = [
-            w.value(x.dtype).unbind(0)
-            for w in (self.experts.w1, self.experts.w3, self.experts.w2)
+            w.value(x.dtype).unbind(0) for w in (self.experts.w1, self.experts.w3, self.experts.w2)
         ]
         outputs = [
             self._expert(rows, share, *ws)

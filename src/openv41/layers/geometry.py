@@ -66,7 +66,7 @@ def _ranges(starts: Sequence[int], stops: Sequence[int], device: torch.device) -
 def _members(
     batch: Batch, ratio: int, stored: Sequence[int], totals: Sequence[int]
 ) -> Int[Tensor, "M ratio"]:
-    """Rows of each new entry's tokens; a token from before the batch is the request's pending row."""
+    """Rows of each new entry's tokens; one from before the batch is the request's pending row."""
     num = len(batch.requests)
     parts = [torch.empty(0, ratio, dtype=torch.int64)]
     first_row = num

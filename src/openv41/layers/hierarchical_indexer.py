@@ -5,6 +5,7 @@ choose from that pool.
 """
 
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from jaxtyping import Bool, Complex, Float, Int
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from openv41 import ops
 from openv41.config import ModelConfig, NumericsConfig
 from openv41.layers.context import ForwardContext
+from openv41.layers.factory import Factory
 from openv41.layers.geometry import Segment
 from openv41.layers.quantized_linear import Linear, QuantizedLinear, RMSNorm
 from openv41.layers.rounding import round_index
@@ -28,9 +30,9 @@ class _Found:
     scores: Float[Tensor, "T M"] | None = None
 
     @classmethod
-    def empty(cls, tokens: int, entries: int, top_k: int, device: torch.device) -> "_Found":
+    def empty(cls, tokens: int, entries: int, width: int, device: torch.device) -> "_Found":
         return cls(
-            torch.full((tokens, min(top_k, entries)), -1, device=device),
+            torch.full((tokens, width), -1, device=device),
             torch.zeros(tokens, entries, dtype=torch.bool, device=device),
         )
 
@@ -43,14 +45,11 @@ class HierarchicalIndexer(nn.Module):
         config: ModelConfig,
         plan: LayerPlan,
         numerics: NumericsConfig,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Unpack[Factory],
     ) -> None:
         super().__init__()
         self.indexer, self.plan, self.numerics = config.indexer, plan, numerics
         heads, dim = self.indexer.num_heads, self.indexer.head_dim
-        made = {"device": device, "dtype": dtype}
         self.wq_b = QuantizedLinear(config.attention.q_rank, heads * dim, numerics, **made)
         self.weights_proj = Linear(config.hidden_size, heads, numerics, **made)
         if plan.is_kv_source:
@@ -66,7 +65,7 @@ class HierarchicalIndexer(nn.Module):
 
     @torch.no_grad()
     def forward(
-        self, x: Float[Tensor, "T D"], q_latent: Float[Tensor, "T Z"], ctx: ForwardContext
+        self, x: Float[Tensor, "T D"], q_latent: Float[Tensor, "T rank"], ctx: ForwardContext
     ) -> Int[Tensor, "T K"]:
         """Choose entries for each token: ids within its request, ascending, then -1.
 
@@ -74,7 +73,9 @@ class HierarchicalIndexer(nn.Module):
         """
         q, weights = self._queries(x, q_latent, ctx)
         most = max(ctx.entries(self.plan.ratio).totals, default=0)
-        found = _Found.empty(len(x), most, self.indexer.top_k, x.device)
+        width = self.indexer.top_k  # of sums over the selection: always this if deterministic
+        width = width if self.numerics.deterministic else min(width, most)
+        found = _Found.empty(len(x), most, width, x.device)
         if ctx.is_wanted(self._name("index_scores")):
             wide = torch.promote_types(x.dtype, torch.float32)
             found.scores = torch.full((len(x), most), -torch.inf, device=x.device, dtype=wide)

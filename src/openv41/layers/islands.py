@@ -6,10 +6,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from openv41.layers.factory import Factory
 
-def island_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    """Dtype of an island in a model of ``dtype``: at least float32."""
-    return torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+
+def island(made: Factory) -> Factory:
+    """Make an island of a module that is made like this: at least float32."""
+    dtype = made.get("dtype") or torch.get_default_dtype()
+    return {"device": made.get("device"), "dtype": torch.promote_types(dtype, torch.float32)}
 
 
 class Float32Islands(nn.Module):
@@ -19,7 +22,7 @@ class Float32Islands(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Float32Islands":
         kept = {name: getattr(self, name).data for name in self.islands}
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, before in kept.items():
             after = getattr(self, name)
             if after.dtype.itemsize < 4:

@@ -1,6 +1,6 @@
 """Linear layers and tables whose weight may stay in its stored FP8 or FP4 form. Report §2.4.4."""
 
-from typing import Literal
+from typing import Literal, Unpack
 
 import torch
 from jaxtyping import Float, Int
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from openv41 import ops
 from openv41.config import NumericsConfig
+from openv41.layers.factory import Factory
 from openv41.ops import quantize
 
 WeightFormat = Literal["fp8", "fp4", "fp8_rows"]
@@ -28,14 +29,11 @@ class QuantizedWeight(nn.Module):
         self,
         *shape: int,
         weight_format: WeightFormat,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Unpack[Factory],
     ) -> None:
         super().__init__()
         self.weight_format = weight_format
-        self.weight: nn.Parameter | None = nn.Parameter(
-            torch.empty(*shape, device=device, dtype=dtype)
-        )
+        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(*shape, **made))
 
     @property
     def is_stored(self) -> bool:
@@ -60,7 +58,7 @@ class QuantizedWeight(nn.Module):
             device = fn(torch.empty(0, device=self.codes.device)).device
             self.store(self.codes.to(device), self.scales.to(device))
             return self
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 
 class QuantizedLinear(QuantizedWeight):
@@ -73,12 +71,9 @@ class QuantizedLinear(QuantizedWeight):
         numerics: NumericsConfig,
         *,
         weight_format: WeightFormat = "fp8",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Unpack[Factory],
     ) -> None:
-        super().__init__(
-            out_features, in_features, weight_format=weight_format, device=device, dtype=dtype
-        )
+        super().__init__(out_features, in_features, weight_format=weight_format, **made)
         self.numerics = numerics
 
     def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
@@ -101,7 +96,8 @@ class QuantizedTable(QuantizedWeight):
         flat = rows.flatten()
         codes = self.codes.view(torch.uint8).index_select(0, flat).view(self.codes.dtype)
         scales = self.scales.view(torch.uint8).index_select(0, flat).view(self.scales.dtype)
-        return quantize.dequantize_fp8_rows(codes, scales, dtype).unflatten(0, tuple(rows.shape))
+        values = quantize.dequantize_fp8_rows(codes, scales, dtype)
+        return values.view(*rows.shape, values.shape[-1])
 
 
 class Linear(nn.Module):
@@ -112,14 +108,10 @@ class Linear(nn.Module):
         in_features: int,
         out_features: int,
         numerics: NumericsConfig,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Unpack[Factory],
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(
-            torch.empty(out_features, in_features, device=device, dtype=dtype)
-        )
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, **made))
         self.numerics = numerics
 
     def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
@@ -134,12 +126,10 @@ class RMSNorm(nn.Module):
         self,
         dim: int,
         eps: float,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Unpack[Factory],
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(dim, **made))
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "... D"]) -> Float[Tensor, "... D"]:

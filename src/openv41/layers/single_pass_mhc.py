@@ -1,7 +1,7 @@
 """Single-Pass mHC: residual streams mixed with coefficients one block old. Report §2.4.1."""
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from jaxtyping import Float
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from openv41 import ops
 from openv41.config import MhcConfig, NumericsConfig
-from openv41.layers.islands import Float32Islands, island_dtype
+from openv41.layers.factory import Factory
+from openv41.layers.islands import Float32Islands, island
 
 
 class SinglePassMHC(Float32Islands):
@@ -26,16 +27,14 @@ class SinglePassMHC(Float32Islands):
         mhc: MhcConfig,
         norm_eps: float,
         numerics: NumericsConfig,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Unpack[Factory],
     ) -> None:
         super().__init__()
-        num, dtype = mhc.num_streams, island_dtype(dtype)
+        num, wide = mhc.num_streams, island(made)
         size = num * (num + 2)
-        self.fn = nn.Parameter(torch.empty(size, num * dim, device=device, dtype=dtype))
-        self.base = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
-        self.scale = nn.Parameter(torch.empty(3, device=device, dtype=dtype))
+        self.fn = nn.Parameter(torch.empty(size, num * dim, **wide))
+        self.base = nn.Parameter(torch.empty(size, **wide))
+        self.scale = nn.Parameter(torch.empty(3, **wide))
         self.mhc, self.norm_eps, self.numerics = mhc, norm_eps, numerics
 
     def forward(

@@ -7,6 +7,7 @@ decode and verification are the same forward.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from jaxtyping import Float, Int
@@ -20,6 +21,7 @@ from openv41.layers.context import ForwardContext
 from openv41.layers.csa2 import CSA2Attention
 from openv41.layers.engram import Engram
 from openv41.layers.experts import MixtureOfExperts
+from openv41.layers.factory import Factory
 from openv41.layers.geometry import lookback_rows
 from openv41.layers.probe import Probe
 from openv41.layers.quantized_linear import RMSNorm
@@ -33,7 +35,7 @@ class Output:
     """What a forward returns."""
 
     hidden: Float[Tensor, "T D"]  # after the final norm
-    taps: Float[Tensor, "T Z"] | None  # concatenated stream means for the drafter
+    taps: Float[Tensor, "T width"] | None  # concatenated stream means for the drafter
     expert_counts: dict[int, Int[Tensor, "2 E"]]  # per layer: tokens of text, of images
 
 
@@ -45,12 +47,9 @@ class Layer(nn.Module):
         config: ModelConfig,
         plan: LayerPlan,
         numerics: NumericsConfig,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Unpack[Factory],
     ) -> None:
         super().__init__()
-        made = {"device": device, "dtype": dtype}
         dim, eps, mhc = config.hidden_size, config.norm_eps, config.mhc
         self.plan = plan
         if plan.has_engram:
@@ -92,12 +91,10 @@ class Embedding(nn.Module):
         self,
         num: int,
         dim: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Unpack[Factory],
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num, dim, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(num, dim, **made))
 
 
 class CausalEncoderDecoder(nn.Module):
@@ -109,12 +106,9 @@ class CausalEncoderDecoder(nn.Module):
         self,
         config: ModelConfig,
         numerics: NumericsConfig = NUMERICS["f32"],
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Unpack[Factory],
     ) -> None:
         super().__init__()
-        made = {"device": device, "dtype": dtype}
         self.config = config
         self.numerics = numerics
         self.embed = Embedding(config.vocab_size, config.hidden_size, **made)
@@ -142,7 +136,7 @@ class CausalEncoderDecoder(nn.Module):
         """Change where the forward rounds, for all parts."""
         for module in self.modules():
             if isinstance(getattr(module, "numerics", None), NumericsConfig):
-                module.numerics = numerics
+                module.numerics = numerics  # type: ignore[assignment]
 
     def forward(
         self,
@@ -177,7 +171,7 @@ class CausalEncoderDecoder(nn.Module):
     ) -> ForwardContext:
         """Check a batch and prepare what its layers share."""
         ids, config = batch.token_ids, self.config
-        if len(ids) and not (0 <= int(ids.min()) and int(ids.max()) < config.vocab_size):
+        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size):
             raise InputError(
                 f"token ids run from {int(ids.min())} to {int(ids.max())}; the vocabulary has "
                 f"{config.vocab_size}"

@@ -16,11 +16,11 @@ from openv41.ops.mhc import mix_streams, predict_mix, update_streams
 from openv41.ops.norm import rms_norm
 from openv41.ops.rope import rope_frequencies, rope_table, rotate, yarn_frequencies
 from openv41.ops.sinkhorn import doubly_stochastic
-from openv41.ops.sparse_attention import Window, plan_window, sparse_attention
+from openv41.ops.sparse_attention import Keys, plan_keys, sparse_attention
 from openv41.ops.swiglu import clamped_swiglu
 
 __all__ = [
-    "Window",
+    "Keys",
     "DEAD",
     "add_gated",
     "block_scores",
@@ -36,7 +36,7 @@ __all__ = [
     "kernels",
     "linear",
     "mix_streams",
-    "plan_window",
+    "plan_keys",
     "pool_group",
     "predict_mix",
     "quantized_linear",

@@ -24,7 +24,8 @@ def router_scores(
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     logits = linear(x.to(wide), weight, deterministic=deterministic)
-    return F.softplus(logits / temperature).sqrt()
+    smallest = torch.finfo(wide).tiny  # softplus may underflow, and sqrt has no slope at zero
+    return F.softplus(logits / temperature).clamp(min=smallest).sqrt()
 
 
 @op
@@ -64,4 +65,4 @@ def combine(outputs: Float[Tensor, "pairs D"], order: Int[Tensor, " pairs"], top
     wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
-    return wide.index_select(0, place).unflatten(0, (-1, top_k)).sum(dim=1)
+    return wide.index_select(0, place).view(-1, top_k, wide.shape[1]).sum(dim=1)

@@ -96,7 +96,7 @@ def block_scores(
     seen = scores.masked_fill(entries >= visible[:, None], -torch.inf)
     short = -scores.shape[1] % block_size
     blocks = torch.nn.functional.pad(seen, (0, short), value=-torch.inf)
-    best = blocks.unflatten(1, (-1, block_size)).amax(dim=2)
+    best: Tensor = blocks.unflatten(1, (-1, block_size)).amax(dim=2)
     newest = (visible - 1).div(block_size, rounding_mode="floor")[:, None]  # -1: nothing visible
     pinned = torch.arange(best.shape[1], device=scores.device) == newest
     return best.masked_fill(pinned, torch.inf)

@@ -34,7 +34,7 @@ def fixed_rows(x: Float[Tensor, "... D"], product: Callable[[Tensor], Tensor]) -
     padded = F.pad(rows, (0, 0, 0, -len(rows) % TILE_ROWS))
     tiles = [product(tile) for tile in padded.split(TILE_ROWS)]
     out = torch.cat(tiles)[: len(rows)] if tiles else product(padded)
-    return out.unflatten(0, tuple(x.shape[:-1]))
+    return out.view(*x.shape[:-1], out.shape[-1])
 
 
 @op

@@ -305,5 +305,5 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def _straight_through(x: Tensor, fake: Callable[[Tensor], Tensor]) -> Tensor:
-    result: Tensor = _StraightThrough.apply(x, fake)  # type: ignore[no-untyped-call]
+    result: Tensor = _StraightThrough.apply(x, fake)
     return result

@@ -60,7 +60,8 @@ def rotate(
     width = 2 * table.shape[-1]
     wide = torch.promote_types(x.dtype, torch.float32)
     head, tail = x.split([x.shape[-1] - width, width], dim=-1)
-    pairs = torch.view_as_complex(tail.to(wide).unflatten(-1, (-1, 2)))  # [T, ..., R/2]
+    tail = tail.to(wide).contiguous()
+    pairs = torch.view_as_complex(tail.unflatten(-1, (-1, 2)))  # [T, ..., R/2]
     turn = (table.conj() if inverse else table).to(pairs.dtype)
     turned = pairs * turn.reshape(len(x), *[1] * (x.ndim - 2), turn.shape[-1])
     return torch.cat([head, torch.view_as_real(turned).flatten(-2).to(x.dtype)], dim=-1)
