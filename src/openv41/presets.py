@@ -48,7 +48,7 @@ def tiny() -> ModelConfig:
         kv_sources=(1, 4),
         index_sources=(1, 3, 4, 6),
         attention=AttentionConfig(
-            num_heads=4,
+            num_heads=2,
             head_dim=32,
             rope_dim=16,
             q_rank=32,
@@ -58,15 +58,15 @@ def tiny() -> ModelConfig:
             yarn=YarnConfig(factor=4.0, original_max_position=512),
         ),
         indexer=IndexerConfig(
-            num_heads=4,
-            head_dim=32,
+            num_heads=2,
+            head_dim=16,
             top_k=16,
             candidate_source=4,
             candidate_blocks=8,
             block_size=4,
         ),
         moe=MoeConfig(num_experts=8, top_k=2, expert_dim=64),
-        engram=_engram((1, 2), vocab_size=1024, table_size=8192, num_heads=2, head_dim=32),
+        engram=_engram((1, 2), vocab_size=1024, table_size=16384, num_heads=2, head_dim=32),
     )
 
 

@@ -80,6 +80,8 @@ def update_streams(
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Cut along tokens, so that all passes over a piece find it in a core's cache."""
+    if len(tensors[0]) <= TOKENS_AT_ONCE:
+        return iter([tensors])
     return zip(*(t.split(TOKENS_AT_ONCE) for t in tensors), strict=True)
 
 
