@@ -8,7 +8,7 @@ from openv41.layers.probe import Probe
 from openv41.model.cache import DenseStore
 from tests.close import assert_close
 
-pytestmark = pytest.mark.golden
+pytestmark = [pytest.mark.golden, pytest.mark.slow]
 
 BOUND, DECODE_BOUND = 2e-4, 1e-4  # README of the golden data
 

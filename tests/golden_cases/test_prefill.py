@@ -5,6 +5,7 @@ import torch
 
 from openv41.plan import plan_layers
 from tests.close import assert_close
+from tests.golden_cases.conftest import FEW_STEPS
 
 pytestmark = pytest.mark.golden
 
@@ -28,12 +29,16 @@ def visible(mask, ratio):
     return mask.masked_fill(torch.arange(entries) >= seen[:, None], 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["f32", "f32qat", "released"])
 @pytest.mark.parametrize("case", ["prefill", "decode", "batch"])
 def test_trace_has_the_names_shapes_and_dtypes_of_the_golden_file(golden, case, mode):
     if case == "batch" and mode != "f32":
         pytest.skip("the golden data have batch in f32 only")
     got, want = golden.trace(case, mode), golden.want(case, mode)
+    if (case, mode) == ("decode", "released"):
+        stepwise = [n for n in want if not n.startswith("greedy")]
+        want = want | {n: want[n][:FEW_STEPS] for n in stepwise}
     assert {n: (t.shape, t.dtype) for n, t in got.items()} == {
         n: (t.shape, t.dtype) for n, t in want.items()
     }
