@@ -1,0 +1,16 @@
+"""Import one implementation by name; importing has side effects on the others' speed."""
+
+import importlib
+
+MODULES = {
+    "openv41": ("tests.peers.our_model", "OurModel"),
+    "mlx-vlm": ("tests.peers.mlx_peer", "MlxPeer"),
+    "nemo-automodel": ("tests.peers.nemo_peer", "NemoPeer"),
+}
+PEERS = ("mlx-vlm", "nemo-automodel")
+
+
+def implementation(name):
+    """Return (class, version, cases); raises whatever the import raises."""
+    module = importlib.import_module(MODULES[name][0])
+    return getattr(module, MODULES[name][1]), module.VERSION, module.CASES

@@ -1,0 +1,94 @@
+"""Agreement and speed beside other implementations: `make peers`.
+
+Writes benchmarks/results/peers_agreement.jsonl and peers_speed.jsonl. Options: `--only agreement`
+or `--only speed`, `--golden-dir`.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from openv41.io.atomic import write_atomic
+from tests.peers.agreement import agreement_lines
+from tests.peers.load import PEERS, implementation
+from tests.peers.speed import speed_lines
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RESULTS = REPOSITORY / "benchmarks" / "results"
+
+
+def say(text):
+    sys.stderr.write(text + "\n")
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m tests.peers.run")
+    parser.add_argument("--only", choices=("agreement", "speed"))
+    parser.add_argument("--golden-dir", type=Path, default=REPOSITORY.parent / "shared" / "golden")
+    options = parser.parse_args()
+    failed = False
+    if options.only != "speed":
+        goldens = [p for p in map(options.golden_dir.joinpath, "AB") if p.is_dir()]
+        failed |= write("peers_agreement.jsonl", "agreement", agreement(goldens))
+    if options.only != "agreement":
+        failed |= write("peers_speed.jsonl", "speed", speed_lines(say))
+    return int(failed)
+
+
+def agreement(goldens):
+    """Yield "not run" for peers that do not load, then the comparisons."""
+    peers = {}
+    for name in PEERS:
+        try:
+            kind, version, _ = implementation(name)
+            peers[name] = kind, version
+        except Exception as error:  # whatever keeps a peer from loading is the result
+            yield {"peer": name, "status": "not run", "reason": f"{type(error).__name__}: {error}"}
+    yield from agreement_lines(implementation("openv41")[0], peers, goldens)
+
+
+def write(file, kind, lines):
+    """Show and keep the lines; return whether one of them failed."""
+    about = machine()
+    kept = []
+    for line in lines:
+        say(f"{kind}: " + ", ".join(f"{k} {_short(v)}" for k, v in line.items()))
+        kept.append(json.dumps({"kind": kind} | line | about))
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    write_atomic(RESULTS / file, ("\n".join(kept) + "\n").encode())
+    return any(json.loads(k).get("agrees", True) is False for k in kept)
+
+
+def machine():
+    """Return what the figures depend on."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    table = Path("/proc/cpuinfo").read_text().splitlines()
+    model = [s.split(":")[1] for s in table if s.startswith("model name")]
+    cores = len(os.sched_getaffinity(0))
+    return {
+        "device": "cpu",
+        "cpu": model[0].strip() if model else platform.processor(),
+        "cores": cores,
+        "load_average_at_start": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": commit,
+    }
+
+
+def _short(value):
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{len(value)}" if isinstance(value, list) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
