@@ -12,7 +12,7 @@ from tests.close import assert_close
 from tests.oracles import attention as oracle
 
 
-def attend(q, window_kv, window_rows, main_kv, main_rows, *rest):  # noqa: PLR0917
+def attend(q, window_kv, window_rows, main_kv, main_rows, *rest):
     """The op, with the keys planned from the rows."""
     keys = ops.plan_keys(window_rows), ops.plan_keys(main_rows)
     return ops.sparse_attention(q, window_kv, keys[0], main_kv, keys[1], *rest)
@@ -51,9 +51,7 @@ def test_golden(golden_dir):
     q, kv, rows = stored["attn.q"][0], stored["attn.kv"][0], stored["attn.indices"][0].long()
     got = attend(q, kv, rows, kv[:0], rows[:, :0], stored["attn.sink"], 64**-0.5)
     assert_close("attention", got, stored["attn.out"][0], ulps=2)
-    split = attend(
-        q, kv, rows[:, :30], kv, rows[:, 30:], stored["attn.sink"], 64**-0.5
-    )
+    split = attend(q, kv, rows[:, :30], kv, rows[:, 30:], stored["attn.sink"], 64**-0.5)
     assert_close("window and selection", split, stored["attn.out"][0], ulps=2)
 
 
@@ -149,9 +147,7 @@ def test_large_scores_stay_finite():
 def test_empty(T):
     inputs = case(T, W=2, K=0, M=0)
     inputs[4] = torch.zeros(T, 0, dtype=torch.int64)
-    assert_close(
-        "no main KV", attend(*inputs), reference(*inputs), rtol=1e-10, atol=1e-12
-    )
+    assert_close("no main KV", attend(*inputs), reference(*inputs), rtol=1e-10, atol=1e-12)
 
 
 def test_more_queries_than_one_tile():

@@ -139,9 +139,7 @@ class ForwardContext:
 
     def publish_selection(self, source: int, ratio: int, selected: Int[Tensor, "T K"]) -> None:
         """Share the entries (ids within a request) that an index source has chosen."""
-        rows = torch.where(
-            selected < 0, -1, selected + self.entries(ratio).first_rows[:, None]
-        )
+        rows = torch.where(selected < 0, -1, selected + self.entries(ratio).first_rows[:, None])
         self.main_keys[source] = ops.plan_keys(rows, deterministic=self.deterministic)
 
 

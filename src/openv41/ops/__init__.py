@@ -20,8 +20,8 @@ from openv41.ops.sparse_attention import Keys, plan_keys, sparse_attention
 from openv41.ops.swiglu import clamped_swiglu
 
 __all__ = [
-    "Keys",
     "DEAD",
+    "Keys",
     "add_gated",
     "block_scores",
     "choose_candidates",

@@ -18,7 +18,7 @@ TILE_ROWS = 16
 def linear(
     x: Float[Tensor, "... D"], weight: Float[Tensor, "F D"], *, deterministic: bool = False
 ) -> Float[Tensor, "... F"]:
-    """x @ weight^T in the dtype of ``x``.
+    """Multiply in the dtype of ``x``: x @ weight^T.
 
     Stock matrix products change their summation with the number of rows. ``deterministic`` runs on
     tiles of a fixed number of rows, so that a row's result depends on that row alone.

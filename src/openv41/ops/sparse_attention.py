@@ -23,7 +23,7 @@ class Keys(NamedTuple):
     """
 
     rows: Int[Tensor, "B S"]  # -1 is none
-    bias: Float[Tensor, "B X S"]  # X queries per band; the last band may be padded
+    bias: Float[Tensor, "B band S"]  # X queries per band; the last band may be padded
 
 
 def plan_keys(rows: Int[Tensor, "T K"], *, deterministic: bool = False) -> Keys:
@@ -55,7 +55,7 @@ def plan_keys(rows: Int[Tensor, "T K"], *, deterministic: bool = False) -> Keys:
 
 
 @op
-def sparse_attention(
+def sparse_attention(  # noqa: PLR0917 -- two stores with their keys
     q: Float[Tensor, "T H C"],
     window_kv: Float[Tensor, "S C"],
     window_keys: Keys,
@@ -71,7 +71,7 @@ def sparse_attention(
     denominator are at least float32; exp(s_k - max s) is rounded to the dtype of ``q`` before it
     meets v.
     """
-    result: Tensor = _SparseAttention.apply(  # type: ignore[no-untyped-call]
+    result: Tensor = _SparseAttention.apply(
         q, window_kv, main_kv, sink, *window_keys, *main_keys, scale
     )
     return result
@@ -82,22 +82,23 @@ class _Part(NamedTuple):
 
     kv: Float[Tensor, "B S C"]
     rows: Int[Tensor, "B S"]
-    bias: Float[Tensor, "B X S"]
+    bias: Float[Tensor, "B band S"]
 
     def products(self, x: Float[Tensor, "T H C"]) -> Float[Tensor, "T H S"]:
         """Dot products with the keys."""
-        banded = x.reshape(len(self.kv), -1, x.shape[-1])
-        return (banded @ self.kv.mT).view(*x.shape[:2], -1)
+        return (self._banded(x) @ self.kv.mT).view(*x.shape[:2], self.kv.shape[1])
 
     def sums(self, weights: Float[Tensor, "T H S"]) -> Float[Tensor, "T H C"]:
         """Weighted sums of the values."""
-        banded = weights.unflatten(0, self.bias.shape[:2]).flatten(1, 2)
-        return (banded @ self.kv).view(*weights.shape[:2], -1)
+        return (self._banded(weights) @ self.kv).view(*weights.shape[:2], self.kv.shape[2])
 
     def outer(self, weights: Float[Tensor, "T H S"], x: Float[Tensor, "T H C"]) -> Tensor:
         """Sum over queries and heads of weight times x: [B, S, C]."""
-        banded = weights.unflatten(0, self.bias.shape[:2]).flatten(1, 2)
-        return banded.mT @ x.reshape(len(self.kv), -1, x.shape[-1])
+        return self._banded(weights).mT @ self._banded(x)
+
+    def _banded(self, x: Tensor) -> Float[Tensor, "B rows _"]:
+        """View the queries and heads of a band as its rows."""
+        return x.reshape(len(self.kv), self.bias.shape[1] * x.shape[1], x.shape[2])
 
 
 class _Tile(NamedTuple):
@@ -169,7 +170,8 @@ class _SparseAttention(torch.autograd.Function):
         keys = Keys(*planned[:2]), Keys(*planned[2:])
         outputs = [q.new_empty(0, *q.shape[1:])]
         for tile in _tiles(q, (window_kv, main_kv), keys):
-            outputs.append(_attend(tile, tile.probabilities(sink.to(tile.q.dtype), scale), q.dtype))
+            probs = tile.probabilities(sink.to(tile.q.dtype), scale)
+            outputs += [_attend(tile, probs, q.dtype)]
         out = torch.cat(outputs)[: len(q)]
         ctx.save_for_backward(*inputs[:-1], out)
         ctx.scale = scale
@@ -210,7 +212,7 @@ def _attend(tile: _Tile, probs: list[Tensor], dtype: torch.dtype) -> Float[Tenso
     return (tile.sums(rounded) * top).to(dtype)
 
 
-def _tile_backward(
+def _tile_backward(  # noqa: PLR0917 -- what the loop over tiles holds
     tile: _Tile,
     grad: Float[Tensor, "T H C"],
     mean: Float[Tensor, "T H 1"],
