@@ -14,7 +14,6 @@ from openv41.train.config import OptimizerConfig, TrainConfig
         ({"batch_tokens": 1000}, r"must be a multiple of sequence_length \(512\)"),
         ({"sequence_length": 1}, "sequence_length is 1, must be at least 2"),
         ({"warmup_tokens": 3_000_000}, r"together exceed tokens \(2000000\)"),
-        ({"decay": "step"}, "decay is 'step', must be linear or cosine"),
         ({"final_lr_factor": 1.5}, "final_lr_factor is 1.5, must be from 0 to 1"),
         ({"balance_speed": -1.0}, "balance_speed is -1.0, must be at least 0"),
     ],
