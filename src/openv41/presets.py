@@ -11,6 +11,7 @@ from openv41.config import (
     DsparkConfig,
     EngramConfig,
     IndexerConfig,
+    MhcConfig,
     ModelConfig,
     MoeConfig,
     VisionConfig,
@@ -66,6 +67,7 @@ def tiny() -> ModelConfig:
             block_size=4,
         ),
         moe=MoeConfig(num_experts=8, top_k=2, expert_dim=64),
+        mhc=MhcConfig(sinkhorn_steps=8),
         engram=_engram((1, 2), vocab_size=1024, table_size=16384, num_heads=2, head_dim=32),
     )
 

@@ -120,29 +120,28 @@ class MixtureOfExperts(nn.Module):
         """Sum of the chosen experts' weighted outputs, at least float32."""
         order, counts = ops.sort_by_expert(expert_ids, self.moe.num_experts)
         inputs = x.index_select(0, order // self.moe.top_k).split(counts)
-        shares = weights.flatten()[order].split(counts)
-        stacks = [
-            w.value(x.dtype).unbind(0) for w in (self.experts.w1, self.experts.w3, self.experts.w2)
-        ]
-        outputs = [
-            self._expert(rows, share, *ws)
-            for rows, share, *ws in zip(inputs, shares, *stacks, strict=True)
-            if len(rows)
-        ]
-        joined = torch.cat(outputs) if outputs else x.new_zeros(0, x.shape[1])
-        return ops.combine(joined, order, self.moe.top_k)
+        used = [expert for expert, rows in enumerate(inputs) if len(rows)]
+        w1, w3, w2 = (
+            w.value(x.dtype).unbind(0)
+            for w in (self.experts.w1, self.experts.w3, self.experts.w2)
+        )
+        gate = [self._product(inputs[e], w1[e]) for e in used]
+        up = [self._product(inputs[e], w3[e]) for e in used]
+        none = x.new_empty(0, self.moe.expert_dim)
+        hidden = ops.clamped_swiglu(
+            torch.cat([none, *gate]),
+            torch.cat([none, *up]),
+            self.moe.swiglu_limit,
+            weights.flatten()[order],
+        ).split(counts)
+        down = [self._product(hidden[e], w2[e]) for e in used]
+        return ops.combine(torch.cat([x.new_empty(0, x.shape[1]), *down]), order, self.moe.top_k)
 
-    def _expert(self, x: Tensor, share: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
-        def product(rows: Tensor, weight: Tensor) -> Tensor:
-            return ops.quantized_linear(
-                rows,
-                weight,
-                self.numerics.linear_input,
-                deterministic=self.numerics.deterministic,
-            )
-
-        hidden = ops.clamped_swiglu(product(x, w1), product(x, w3), self.moe.swiglu_limit, share)
-        return product(hidden, w2)
+    def _product(self, rows: Tensor, weight: Tensor) -> Tensor:
+        numerics = self.numerics
+        return ops.quantized_linear(
+            rows, weight, numerics.linear_input, deterministic=numerics.deterministic
+        )
 
 
 def _count(chosen: Tensor, is_image: Tensor | None, num_experts: int) -> Int[Tensor, "2 E"]:
