@@ -105,7 +105,7 @@ def test_active_parameters_of_tiny_by_hand():
     encoder = sum(prod(s) for n, s in parameter_shapes(model).items() if n < "layers.4")
     tables = counts["engram tables"]
     encoder -= counts["embedding"] + counts["head"] + tables + 4 * per_layer
-    source = 64 + 32 * 64 + 32 + 32 * 64 + 32 + 32 * 32 + 32  # norm, wkv, compressor, index key
+    source = 64 + 32 * 64 + 32 + 32 * 64 + 32 + 16 * 32 + 16  # norm, wkv, compressor, index key
     assert active_parameters(model, prefill=True) == encoder + source
 
 
@@ -161,10 +161,10 @@ def test_prefill_runs_half_of_the_layers(released_model):
 
 def test_work_of_short_contexts_counts_what_exists():
     model = build(tiny())
-    assert flops_per_token(model, 1, prefill=False).indexer == 2 * 4 * 33 * 2  # ratio 1: 4 and 6
+    assert flops_per_token(model, 1, prefill=False).indexer == 2 * 2 * 17 * 2  # ratio 1: 4 and 6
     at_3 = flops_per_token(model, 3, prefill=False)
-    assert at_3.attention == 4 * 4 * 32 * (8 * 3 + 3 * 1 + 4 * 3)
-    assert at_3.indexer == 2 * 4 * 33 * (1 + 1 + 3 + 3)
+    assert at_3.attention == 4 * 2 * 32 * (8 * 3 + 3 * 1 + 4 * 3)
+    assert at_3.indexer == 2 * 2 * 17 * (1 + 1 + 3 + 3)
 
 
 def test_the_cut_is_the_last_kv_source():
