@@ -51,10 +51,11 @@ prove: $(READY)
 	@echo "==> Long proofs; figures go to benchmarks/results/prove.jsonl"
 	@$(BIN)/python -m pytest -m prove
 
-$(PEERS_READY): tests/peers/requirements.txt
+$(PEERS_READY): tests/peers/requirements.txt tests/peers/peers.txt
 	@echo "==> Installing the peers into .peers (own environment, a few minutes)"
 	@[ -x .peers/bin/python ] || $(PYTHON) -m venv .peers
 	.peers/bin/python -m pip install --disable-pip-version-check -r tests/peers/requirements.txt
+	.peers/bin/python -m pip install --disable-pip-version-check --no-deps -r tests/peers/peers.txt
 	@touch $@
 
 peers: $(PEERS_READY)

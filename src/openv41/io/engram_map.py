@@ -22,7 +22,7 @@ from openv41.errors import DataError
 from openv41.io.atomic import write_atomic
 from openv41.io.tokenizer import TOKENIZER_FILE, load_tokenizer
 
-CACHE_FILE = "engram_token_map.json"
+CACHE_FILE = "openv41_token_map.json"
 RELEASED_TOKENIZER_SHA256 = "c90dfa01249db1be4245780a052ede752e1361c612ac6d08e2bdada7d599476b"
 RELEASED_NUM_CLASSES = 99092
 # Of the map as little-endian int32, with tokenizers 0.23.3.
