@@ -48,7 +48,7 @@ def check_rules(model: CausalEncoderDecoder, tensors: Mapping[str, Tensor]) -> l
     found += [("SwiGLU lanes above the limit", sum(counts), 1)]
     found += _choices(model, probe.values)
     found += _rounding(model.config, probe.values)
-    return [Rule(name=name, value=float(value), at_least=least) for name, value, least in found]
+    return [Rule(name=n, value=float(v), at_least=float(least)) for n, v, least in found]
 
 
 Figures = Iterator[tuple[str, float, float]]
@@ -140,7 +140,11 @@ def _rounding(config: ModelConfig, seen: Mapping[str, Tensor]) -> Figures:
     main = torch.cat([seen[f"layers.{i}.main_kv"] for i in config.kv_sources]).float()
     index = torch.cat([seen[f"layers.{i}.index_k"] for i in config.kv_sources]).float()
     codes, _ = quantize.quantize_fp8(window)
-    yield "window KV lanes at the largest FP8 code", (codes.float().abs() == _E4M3_MAX).sum(), 1
+    yield (
+        "window KV lanes at the largest FP8 code",
+        int((codes.float().abs() == _E4M3_MAX).sum()),
+        1,
+    )
     _, scales = quantize.quantize_fp4_e4m3(main)
     spread = scales.float().repeat_interleave(16, dim=-1)[..., : main.shape[-1]]
     yield (
@@ -149,11 +153,8 @@ def _rounding(config: ModelConfig, seen: Mapping[str, Tensor]) -> Figures:
         1,
     )
     packed, _ = quantize.quantize_mxfp4(index)
-    yield (
-        "index key lanes at the largest FP4 code",
-        (quantize.unpack_e2m1(packed).abs() == _E2M1_MAX).sum(),
-        1,
-    )
+    largest = int((quantize.unpack_e2m1(packed).abs() == _E2M1_MAX).sum())
+    yield "index key lanes at the largest FP4 code", largest, 1
 
 
 def _count_clamped(

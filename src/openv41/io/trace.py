@@ -150,7 +150,9 @@ def trace_prefill(
     return shown if mode != "released" else {**shown, "subset_positions": _as_stored(rows)}
 
 
-def trace_decode(model: CausalEncoderDecoder, inputs: Inputs) -> dict[str, Tensor]:
+def trace_decode(
+    model: CausalEncoderDecoder, inputs: Inputs, *, greedy: int = GREEDY_TOKENS
+) -> dict[str, Tensor]:
     """Prefill, then the remaining text token by token; then greedy tokens after the prefill."""
     config, first = model.config, inputs.prefill_len
     store = DenseStore(config.compress_ratios)
@@ -174,7 +176,7 @@ def trace_decode(model: CausalEncoderDecoder, inputs: Inputs) -> dict[str, Tenso
         name = f"layers.{layer}.topk_indices"
         traced[name] = torch.cat([_widen(seen[name], config.indexer.top_k) for _, seen in steps])
     store.truncate(0, first)
-    traced |= _greedy(prompt_logits, first, model_step)
+    traced |= _greedy(prompt_logits, first, greedy, model_step)
     return {name: _as_stored(value) for name, value in traced.items()}
 
 
@@ -259,11 +261,14 @@ def _margin(scores: Float[Tensor, "T M"], count: int) -> Float[Tensor, " T"]:
 
 
 def _greedy(
-    prompt_logits: Tensor, first: int, model_step: Callable[..., tuple[Tensor, dict[str, Tensor]]]
+    prompt_logits: Tensor,
+    first: int,
+    count: int,
+    model_step: Callable[..., tuple[Tensor, dict[str, Tensor]]],
 ) -> dict[str, Tensor]:
     """The most likely token again and again, from the logits of the prompt's last position."""
     rows = [prompt_logits]
-    for position in range(first, first + GREEDY_TOKENS - 1):
+    for position in range(first, first + count - 1):
         rows.append(model_step(rows[-1].argmax()[None], position)[0])
     logits = torch.stack(rows)
     best = logits.topk(2, dim=1).values
