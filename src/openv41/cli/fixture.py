@@ -41,4 +41,5 @@ def fixture(
     for rule in rules:
         if not rule.is_met:
             note(f"not exercised: {rule.name}: {rule.value:g}, must be at least {rule.at_least:g}")
-    note(f"{folder}: {sum(rule.is_met for rule in rules)} of {len(rules)} rules are met")
+    met = f"{sum(rule.is_met for rule in rules)} of {len(rules)} rules are met"
+    note(f"{folder}: {met if rules else 'written without outputs, no rule is measured'}")
