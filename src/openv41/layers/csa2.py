@@ -91,7 +91,7 @@ class CSA2Attention(Float32Islands):
         """Attend for every token of the batch."""
         plan, rope = self.plan, ctx.rope(self.plan.ratio)
         q_latent = self.q_norm(self.wq_a(x))
-        q = ops.rotate(self.wq_b(q_latent).unflatten(-1, (self.attn.num_heads, -1)), rope)
+        q = self._rotate(self.wq_b(q_latent).unflatten(-1, (self.attn.num_heads, -1)), rope)
         window_kv = self._window_kv(x, ctx)
         if plan.is_kv_source:
             self._publish_main_kv(x, ctx)
@@ -103,12 +103,23 @@ class CSA2Attention(Float32Islands):
             main_kv, main_keys = window_kv[:0], ctx.no_keys
         scale = self.attn.head_dim**-0.5
         out = ops.sparse_attention(
-            q, window_kv, ctx.window_keys, main_kv, main_keys, self.sink, scale
+            q,
+            window_kv,
+            ctx.window_keys,
+            main_kv,
+            main_keys,
+            self.sink,
+            scale,
+            deterministic=self.numerics.deterministic,
         )
-        return self._project_out(ops.rotate(out, rope, inverse=True))
+        return self._project_out(self._rotate(out, rope, inverse=True))
+
+    def _rotate(self, x: Tensor, rope: Tensor, *, inverse: bool = False) -> Tensor:
+        deterministic = self.numerics.deterministic
+        return ops.rotate(x, rope, inverse=inverse, deterministic=deterministic)
 
     def _window_kv(self, x: Tensor, ctx: ForwardContext) -> Float[Tensor, "S C"]:
-        kv = ops.rotate(self.kv_norm(self.wkv(x)), ctx.rope(self.plan.ratio))
+        kv = self._rotate(self.kv_norm(self.wkv(x)), ctx.rope(self.plan.ratio))
         kv = ctx.observe(f"layers.{self.plan.layer}.window_kv", round_window_kv(kv, self.numerics))
         return ctx.extend(Slot("window", self.plan.layer), kv, reach=self.attn.window_size)
 
@@ -118,7 +129,7 @@ class CSA2Attention(Float32Islands):
         rope = ctx.rope(ratio, of_entries=True)
         latent = self.compressor(x, ctx)
         keys = self.indexer.keys(latent, rope)
-        entries = round_main_kv(ops.rotate(latent, rope), self.numerics)
+        entries = round_main_kv(self._rotate(latent, rope), self.numerics)
         main = ctx.extend_entries(Slot("main", layer), ratio, entries)
         index = ctx.extend_entries(Slot("index", layer), ratio, keys)
         ctx.main_kv[layer] = ctx.observe(f"layers.{layer}.main_kv", main)

@@ -30,7 +30,7 @@ class Engram(nn.Module):
         **made: Unpack[Factory],
     ) -> None:
         super().__init__()
-        self.layer, self.norm_eps = layer, config.norm_eps
+        self.layer, self.norm_eps, self.numerics = layer, config.norm_eps, numerics
         streams, dim = config.mhc.num_streams, config.hidden_size
         place = engram.layer_ids.index(layer)
         self.table = QuantizedTable(
@@ -58,7 +58,14 @@ class Engram(nn.Module):
         found = self.table(rows, x.dtype).flatten(1)
         keys, value = self.wkv(found).split([x.shape[1] * x.shape[2], x.shape[2]], dim=-1)
         keys = keys.unflatten(-1, x.shape[1:])
-        gate = ops.engram_gate(x, keys, self.q_weight, self.k_weight, self.norm_eps)
+        gate = ops.engram_gate(
+            x,
+            keys,
+            self.q_weight,
+            self.k_weight,
+            self.norm_eps,
+            deterministic=self.numerics.deterministic,
+        )
         if ctx.is_image is not None:
             gate = gate.masked_fill(ctx.is_image[:, None], 0)
         gate = ctx.observe(f"layers.{self.layer}.engram_gate", gate)

@@ -59,14 +59,17 @@ class SharedExpert(nn.Module):
         **made: Unpack[Factory],
     ) -> None:
         super().__init__()
-        self.limit = moe.swiglu_limit
+        self.limit, self.numerics = moe.swiglu_limit, numerics
         self.w1 = QuantizedLinear(dim, moe.expert_dim, numerics, **made)
         self.w3 = QuantizedLinear(dim, moe.expert_dim, numerics, **made)
         self.w2 = QuantizedLinear(moe.expert_dim, dim, numerics, **made)
 
     def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         """Apply the clamped SwiGLU."""
-        out: Tensor = self.w2(ops.clamped_swiglu(self.w1(x), self.w3(x), self.limit))
+        hidden = ops.clamped_swiglu(
+            self.w1(x), self.w3(x), self.limit, deterministic=self.numerics.deterministic
+        )
+        out: Tensor = self.w2(hidden)
         return out
 
 
@@ -122,8 +125,7 @@ class MixtureOfExperts(nn.Module):
         inputs = x.index_select(0, order // self.moe.top_k).split(counts)
         used = [expert for expert, rows in enumerate(inputs) if len(rows)]
         w1, w3, w2 = (
-            w.value(x.dtype).unbind(0)
-            for w in (self.experts.w1, self.experts.w3, self.experts.w2)
+            w.value(x.dtype).unbind(0) for w in (self.experts.w1, self.experts.w3, self.experts.w2)
         )
         gate = [self._product(inputs[e], w1[e]) for e in used]
         up = [self._product(inputs[e], w3[e]) for e in used]
@@ -133,6 +135,7 @@ class MixtureOfExperts(nn.Module):
             torch.cat([none, *up]),
             self.moe.swiglu_limit,
             weights.flatten()[order],
+            deterministic=self.numerics.deterministic,
         ).split(counts)
         down = [self._product(hidden[e], w2[e]) for e in used]
         return ops.combine(torch.cat([x.new_empty(0, x.shape[1]), *down]), order, self.moe.top_k)

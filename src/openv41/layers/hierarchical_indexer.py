@@ -60,7 +60,8 @@ class HierarchicalIndexer(nn.Module):
         self, latent: Float[Tensor, "M C"], rope: Complex[Tensor, "M pairs"]
     ) -> Float[Tensor, "M J"]:
         """Index keys from the latents before rotation and rounding."""
-        keys = ops.rotate(self.k_norm(self.wk(latent)), rope)
+        keys = self.k_norm(self.wk(latent))
+        keys = ops.rotate(keys, rope, deterministic=self.numerics.deterministic)
         return round_index(keys, self.numerics)
 
     @torch.no_grad()
@@ -94,7 +95,9 @@ class HierarchicalIndexer(nn.Module):
         self, x: Tensor, q_latent: Tensor, ctx: ForwardContext
     ) -> tuple[Float[Tensor, "T I J"], Float[Tensor, "T I"]]:
         heads, dim = self.indexer.num_heads, self.indexer.head_dim
-        q = ops.rotate(self.wq_b(q_latent).unflatten(-1, (heads, dim)), ctx.rope(self.plan.ratio))
+        q = self.wq_b(q_latent).unflatten(-1, (heads, dim))
+        rope = ctx.rope(self.plan.ratio)
+        q = ops.rotate(q, rope, deterministic=self.numerics.deterministic)
         weights = self.weights_proj(x) * (dim**-0.5 * heads**-0.5)
         return round_index(q, self.numerics), weights
 
@@ -135,4 +138,10 @@ class HierarchicalIndexer(nn.Module):
         keys = ctx.index_keys[self.plan.kv_source]
         score_dtype = getattr(torch, self.numerics.score_dtype)
         rows = segment.token_rows
-        return ops.index_scores(q[rows], weights[rows], keys[segment.entry_rows], score_dtype)
+        return ops.index_scores(
+            q[rows],
+            weights[rows],
+            keys[segment.entry_rows],
+            score_dtype,
+            deterministic=self.numerics.deterministic,
+        )

@@ -5,6 +5,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from openv41.ops._dispatch import op
+from openv41.ops.deterministic import elementwise
 
 DEAD = -1  # compressed id of an image position, and of what stands before the sequence
 
@@ -39,6 +40,8 @@ def engram_gate(
     q_weight: Float[Tensor, "N D"],
     k_weight: Float[Tensor, "N D"],
     eps: float,
+    *,
+    deterministic: bool = False,
 ) -> Float[Tensor, "T N"]:
     """Gate of each stream: sigmoid of the signed root of a normalised dot product.
 
@@ -50,7 +53,8 @@ def engram_gate(
     weight = q_weight.to(wide) * k_weight.to(wide)
     inverse = torch.rsqrt(x.square().mean(-1) + eps) * torch.rsqrt(key.square().mean(-1) + eps)
     dot = (x * weight * key).sum(-1) * inverse * x.shape[-1] ** -0.5
-    return torch.copysign(dot.abs().clamp(min=1e-6).sqrt(), dot).sigmoid()
+    root = torch.copysign(dot.abs().clamp(min=1e-6).sqrt(), dot)
+    return elementwise(root, torch.sigmoid) if deterministic else root.sigmoid()
 
 
 @op

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from openv41.ops._dispatch import op
+from openv41.ops.deterministic import elementwise
 from openv41.ops.indexer import ids_of, keep_top_k
 from openv41.ops.linear import linear
 
@@ -25,7 +26,9 @@ def router_scores(
     wide = torch.promote_types(x.dtype, torch.float32)
     logits = linear(x.to(wide), weight, deterministic=deterministic)
     smallest = torch.finfo(wide).tiny  # softplus may underflow, and sqrt has no slope at zero
-    return F.softplus(logits / temperature).clamp(min=smallest).sqrt()
+    logits = logits / temperature
+    positive = elementwise(logits, F.softplus) if deterministic else F.softplus(logits)
+    return positive.clamp(min=smallest).sqrt()
 
 
 @op

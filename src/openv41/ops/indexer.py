@@ -5,6 +5,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from openv41.ops._dispatch import op
+from openv41.ops.deterministic import TILE_WIDTH, fixed_product, whole_tiles
 
 
 @op
@@ -13,18 +14,45 @@ def index_scores(
     weights: Float[Tensor, "B T I"],
     keys: Float[Tensor, "B M J"],
     score_dtype: torch.dtype = torch.float32,
+    *,
+    deterministic: bool = False,
 ) -> Float[Tensor, "B T M"]:
     """Score every entry for every query: sum_h w_h relu(q_h . k).
 
     The weights carry the constant J^-0.5 I^-0.5 and may be negative. ``score_dtype`` bfloat16
     rounds the product, the weighted product and the sum, as the released code does.
     """
+    if deterministic:
+        return _fixed_scores(q, weights, keys, score_dtype)
     if score_dtype == torch.bfloat16:
         dots = torch.einsum("btij,bmj->btim", q.to(score_dtype), keys.to(score_dtype))
         return (dots.relu() * weights.to(score_dtype)[..., None]).sum(dim=2)
     wide = torch.promote_types(q.dtype, score_dtype)
     dots = torch.einsum("btij,bmj->btim", q.to(wide), keys.to(wide)).relu_()
     return (weights.to(wide)[:, :, None] @ dots)[:, :, 0]
+
+
+def _fixed_scores(
+    q: Float[Tensor, "B T I J"],
+    weights: Float[Tensor, "B T I"],
+    keys: Float[Tensor, "B M J"],
+    score_dtype: torch.dtype,
+) -> Float[Tensor, "B T M"]:
+    """Score tile by tile of entries, and add the heads one after the other."""
+    wide = (
+        score_dtype if score_dtype == torch.bfloat16 else torch.promote_types(q.dtype, score_dtype)
+    )
+    q, weights, keys = q.to(wide), weights.to(wide), keys.to(wide)
+    tiles = whole_tiles(keys.mT).mT.split(TILE_WIDTH, dim=1)
+    dots = [
+        torch.cat([fixed_product(rows, tile[b]) for tile in tiles], dim=-1)
+        for b, rows in enumerate(q.flatten(1, 2))
+    ]
+    heads = torch.stack(dots)[..., : keys.shape[1]].unflatten(1, q.shape[1:3]).relu()
+    total = torch.zeros_like(heads[:, :, 0])
+    for head, weight in zip(heads.unbind(2), weights.unbind(2), strict=True):
+        total = total + weight[..., None] * head
+    return total
 
 
 @op

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from openv41.ops._dispatch import op
+from openv41.ops.deterministic import VECTOR_ROWS, elementwise, fixed_rows
 from openv41.ops.linear import linear
 from openv41.ops.sinkhorn import doubly_stochastic
 
@@ -34,7 +35,7 @@ def predict_mix(
     num = x.shape[1]
     flat = x.flatten(1).to(torch.promote_types(x.dtype, torch.float32))
     mixes: Tensor = _NormedProjection.apply(flat, fn.to(flat.dtype), norm_eps, deterministic)
-    return coefficients(mixes, base, scale, num, steps=steps, eps=eps)
+    return coefficients(mixes, base, scale, num, steps=steps, eps=eps, deterministic=deterministic)
 
 
 def coefficients(
@@ -45,13 +46,20 @@ def coefficients(
     *,
     steps: int,
     eps: float,
+    deterministic: bool = False,
 ) -> tuple[Float[Tensor, "T N"], Float[Tensor, "T N N"], Float[Tensor, "T N"]]:
     """Turn raw mixes, in the order [A (N), C (N), B (N x N)], into coefficients A, B, C."""
     sizes = [num, num, num * num]
     spread = torch.cat([scale[i].expand(size) for i, size in enumerate(sizes)])
     raw_a, raw_c, raw_b = (mixes * spread + base).split(sizes, dim=-1)
-    comb = doubly_stochastic(raw_b.unflatten(-1, (num, num)), steps, eps)
-    return raw_a.sigmoid() + eps, comb.transpose(1, 2), 2 * raw_c.sigmoid()
+    raw_b = raw_b.unflatten(-1, (num, num))
+    if deterministic:
+        comb = fixed_rows(raw_b, lambda b: doubly_stochastic(b, steps, eps), VECTOR_ROWS)
+        a, c = elementwise(raw_a, torch.sigmoid), elementwise(raw_c, torch.sigmoid)
+    else:
+        comb = doubly_stochastic(raw_b, steps, eps)
+        a, c = raw_a.sigmoid(), raw_c.sigmoid()
+    return a + eps, comb.transpose(1, 2), 2 * c
 
 
 @op

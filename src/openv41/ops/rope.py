@@ -51,11 +51,16 @@ def rope_table(
 
 @op
 def rotate(
-    x: Float[Tensor, "T ... C"], table: Complex[Tensor, "T pairs"], *, inverse: bool = False
+    x: Float[Tensor, "T ... C"],
+    table: Complex[Tensor, "T pairs"],
+    *,
+    inverse: bool = False,
+    deterministic: bool = False,
 ) -> Float[Tensor, "T ... C"]:
     """Rotate the last R channels of each row, as adjacent pairs; ``inverse`` rotates back.
 
-    Computed in at least float32, rounded once to the dtype of ``x``.
+    Computed in at least float32, rounded once to the dtype of ``x``. Stock complex products fuse
+    roundings depending on the place in the array; ``deterministic`` rounds each real product.
     """
     width = 2 * table.shape[-1]
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -63,5 +68,10 @@ def rotate(
     tail = tail.to(wide).contiguous()
     pairs = torch.view_as_complex(tail.unflatten(-1, (-1, 2)))  # [T, ..., R/2]
     turn = (table.conj() if inverse else table).to(pairs.dtype)
-    turned = pairs * turn.reshape(len(x), *[1] * (x.ndim - 2), turn.shape[-1])
+    turn = turn.reshape(len(x), *[1] * (x.ndim - 2), turn.shape[-1])
+    turned = _real_product(pairs, turn) if deterministic else pairs * turn
     return torch.cat([head, torch.view_as_real(turned).flatten(-2).to(x.dtype)], dim=-1)
+
+
+def _real_product(a: Complex[Tensor, "..."], b: Complex[Tensor, "..."]) -> Complex[Tensor, "..."]:
+    return torch.complex(a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from openv41.ops._dispatch import op
+from openv41.ops.deterministic import TILE_ROWS, TILE_WIDTH, whole_tiles
 
 QUERIES_AT_ONCE = 512  # queries whose gathered keys are held at one time
 BAND = 16  # neighbouring queries that may read one range of rows together
@@ -33,6 +34,8 @@ def plan_keys(rows: Int[Tensor, "T K"], *, deterministic: bool = False) -> Keys:
     of them reads the whole range. ``deterministic`` keeps queries apart, so that the sums of one
     depend on nothing else.
     """
+    if deterministic:
+        rows = F.pad(rows, (0, -rows.shape[1] % TILE_WIDTH), value=-1)
     count, listed = rows.shape
     alone = Keys(rows, torch.where(rows >= 0, 0.0, -torch.inf)[:, None])
     if deterministic or count < BAND or listed == 0:
@@ -63,6 +66,8 @@ def sparse_attention(  # noqa: PLR0917 -- two stores with their keys
     main_keys: Keys,
     sink: Float[Tensor, " H"],
     scale: float,
+    *,
+    deterministic: bool = False,
 ) -> Float[Tensor, "T H C"]:
     """Attend to planned rows of both stores; keys are also the values.
 
@@ -71,10 +76,18 @@ def sparse_attention(  # noqa: PLR0917 -- two stores with their keys
     denominator are at least float32; exp(s_k - max s) is rounded to the dtype of ``q`` before it
     meets v.
     """
+    heads, width = q.shape[1:]
+    if deterministic:
+        q, window_kv, main_kv = (
+            whole_tiles(q, rows=TILE_ROWS),
+            whole_tiles(window_kv),
+            whole_tiles(main_kv),
+        )
+        sink = F.pad(sink, (0, -heads % TILE_ROWS))
     result: Tensor = _SparseAttention.apply(
         q, window_kv, main_kv, sink, *window_keys, *main_keys, scale
     )
-    return result
+    return result[:, :heads, :width] if deterministic else result
 
 
 class _Part(NamedTuple):

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from openv41.ops._dispatch import op
+from openv41.ops.deterministic import elementwise
 
 
 @op
@@ -14,10 +15,14 @@ def clamped_swiglu(
     up: Float[Tensor, "T F"],
     limit: float,
     weight: Float[Tensor, " T"] | None = None,
+    *,
+    deterministic: bool = False,
 ) -> Float[Tensor, "T F"]:
     """silu(min(gate, limit)) * clamp(up, -limit, limit) * weight, in at least float32."""
     wide = torch.promote_types(gate.dtype, torch.float32)
-    out = F.silu(gate.to(wide).clamp(max=limit)) * up.to(wide).clamp(-limit, limit)
+    gate_input = gate.to(wide).clamp(max=limit)
+    act = elementwise(gate_input, F.silu) if deterministic else F.silu(gate_input)
+    out = act * up.to(wide).clamp(-limit, limit)
     if weight is not None:
         out = out * weight.to(wide)[:, None]
     return out.to(gate.dtype)
