@@ -33,12 +33,13 @@ demo: $(READY)
 	@$(BIN)/python -m demo
 
 # torch.compile and the jaxtyping import hook exclude each other, hence two calls. The compile
-# tests come first, so that the last line is the closing line of the whole suite.
+# tests come first, so that the last line is the closing line of the whole suite. loadgroup keeps
+# the tests of one golden set in one process, which traces it once.
 test: $(READY)
 	@echo "==> Tests of torch.compile"
 	@$(BIN)/python -m pytest -o addopts= --import-mode=importlib --strict-markers -m compile
 	@echo "==> All other tests"
-	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --maxprocesses 8
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --maxprocesses 8 --dist loadgroup
 
 check: $(READY)
 	$(BIN)/ruff format --check .

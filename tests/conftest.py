@@ -79,6 +79,7 @@ def deterministic():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+    torch.set_flush_denormal(False)  # a training command in this process sets it
 
 
 @pytest.fixture

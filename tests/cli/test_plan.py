@@ -96,7 +96,7 @@ def test_plain_checkpoints_are_counted_as_plain(tmp_path):
 
 def test_the_cache_of_a_short_context_holds_a_short_window():
     cache = json.loads(plan("tiny", "--json", "--context", 10))["cache_bytes"]
-    assert cache["at_context"] == round(52.5 * 10) + 33 * 10 * 8
+    assert cache["at_context"] == round(40.5 * 10) + 33 * 10 * 8
 
 
 def test_golden_checkpoint(golden_dir):

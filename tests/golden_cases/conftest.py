@@ -56,7 +56,10 @@ class GoldenSet:
         return run_case(model, self.inputs, "prefill", "released", feed)
 
 
-@pytest.fixture(scope="session", params=["A", "B"])
+SETS = [pytest.param(name, marks=pytest.mark.xdist_group(f"golden {name}")) for name in "AB"]
+
+
+@pytest.fixture(scope="session", params=SETS)
 def golden(request, golden_dir, tmp_path_factory):
     folder = golden_dir / request.param
     copy = tmp_path_factory.mktemp(request.param) / "checkpoint"
