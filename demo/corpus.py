@@ -115,11 +115,11 @@ def clean_text(name: str, text: str) -> str:
 
 def check_manifest(texts: dict[str, str], manifest: dict[str, dict[str, dict[str, str]]]) -> None:
     """Raise DataError unless exactly the texts of the manifest are there, byte for byte."""
-    want, problems = manifest["texts"], []
+    want, found, problems = manifest["texts"], build_manifest(texts)["texts"], []
     problems += [f"{name} is missing" for name in want.keys() - texts.keys()]
     problems += [f"{name} is not in the manifest" for name in texts.keys() - want.keys()]
     for name in want.keys() & texts.keys():
-        digest = hashlib.sha256(texts[name].encode()).hexdigest()
+        digest = found[name]["sha256"]
         if digest != want[name]["sha256"]:
             problems.append(f"{name} has sha256 {digest}, expected {want[name]['sha256']}")
     if problems:

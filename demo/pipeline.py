@@ -184,6 +184,7 @@ def summarise(
 ) -> Summary:
     """Collect every figure."""
     best = min(baselines.trigram.values())
+    tokens -= tokens % int(settings.TRAINING["batch_tokens"])  # training takes whole batches
     export = out / "export"
     return Summary(
         heldout_bits_per_byte=measured.bits_per_byte,

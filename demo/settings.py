@@ -4,7 +4,7 @@ PRESET = "tiny"
 VOCABULARY = 1024
 SEED = 1
 
-TOKENS = 700_000  # training tokens, about 0.37 of a pass over the training part
+TOKENS = 700_416  # training tokens, about 0.37 of a pass over the training part
 TRAINING = {  # openv41 train ... --set key=value
     "sequence_length": 128,
     "batch_tokens": 1536,
