@@ -128,7 +128,6 @@ def test_configurations_are_frozen_and_hashable():
 
 def test_derived_sizes_of_the_released_model():
     config = released()
-    assert config.stream_dim == 20480
     assert config.indexer.pool_size == 16384
     assert (config.engram.num_orders, config.engram.num_lookups) == (3, 24)
 

@@ -359,11 +359,6 @@ class ModelConfig:
                 )
         return problems
 
-    @property
-    def stream_dim(self) -> int:
-        """Width of the flattened residual streams (20,480 as released)."""
-        return self.mhc.num_streams * self.hidden_size
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumericsConfig:

@@ -69,30 +69,17 @@ class Batch:
         return tuple(s + n for s, n in zip(self.starts, self.counts, strict=True))
 
     @cached_property
-    def request_rows(self) -> Int[Tensor, " T"]:
-        """Which request (its place in ``requests``) each token belongs to."""
-        return self.per_token(range(len(self.requests)))
-
-    @cached_property
     def positions(self) -> Int[Tensor, " T"]:
         """Absolute position of each token in its request."""
         first_rows = [0, *accumulate(self.counts)][:-1]
         shift = [s - r for s, r in zip(self.starts, first_rows, strict=True)]
         return torch.arange(len(self.token_ids), device=self.device) + self.per_token(shift)
 
-    def per_token(self, per_request: Sequence[int] | range) -> Int[Tensor, " T"]:
+    def per_token(self, per_request: Sequence[int]) -> Int[Tensor, " T"]:
         """Repeat one number per request for each of its tokens."""
-        values = torch.tensor(list(per_request), dtype=torch.int64)
+        values = torch.tensor(per_request, dtype=torch.int64)
         counts = torch.tensor(self.counts, dtype=torch.int64)
         return values.repeat_interleave(counts).to(self.device)
-
-    @cached_property
-    def last_rows(self) -> Int[Tensor, " B"]:
-        """Row of each request's last new token (requests without new tokens are left out)."""
-        rows = [
-            total - 1 for total, n in zip(accumulate(self.counts), self.counts, strict=True) if n
-        ]
-        return torch.tensor(rows, dtype=torch.int64, device=self.device)
 
 
 def _lengths(documents: Sequence[Sequence[int]]) -> list[int]:

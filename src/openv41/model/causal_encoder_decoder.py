@@ -132,12 +132,6 @@ class CausalEncoderDecoder(nn.Module):
             )
         self.token_map = ids.to(self.norm.weight.device)
 
-    def use_numerics(self, numerics: NumericsConfig) -> None:
-        """Change where the forward rounds, for all parts."""
-        for module in self.modules():
-            if isinstance(getattr(module, "numerics", None), NumericsConfig):
-                module.numerics = numerics  # type: ignore[assignment]
-
     def forward(
         self,
         batch: Batch,
