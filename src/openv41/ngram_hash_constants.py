@@ -75,6 +75,13 @@ def num_embeddings(
     return tuple(sum(map(sum, table)) for table in tables)
 
 
+def table_rows(engram: EngramConfig) -> tuple[int, ...]:
+    """Rows that the tables of these settings need: what ``engram.num_embeddings`` must be."""
+    return num_embeddings(
+        len(engram.layer_ids), engram.num_orders, engram.num_heads, engram.table_size
+    )
+
+
 def _next_prime(number: int) -> int:
     number += 1
     while number < 2 or any(number % d == 0 for d in range(2, isqrt(number) + 1)):

@@ -18,8 +18,6 @@ from openv41.ngram_hash_constants import hash_constants
 from openv41.ops import quantize
 from openv41.plan import Mode, plan_layers
 
-_E4M3_MAX, _E2M1_MAX = 448, 6
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
@@ -140,14 +138,14 @@ def _rounding(config: ModelConfig, seen: Mapping[str, Tensor]) -> Figures:
     main = torch.cat([seen[f"layers.{i}.main_kv"] for i in config.kv_sources]).float()
     index = torch.cat([seen[f"layers.{i}.index_k"] for i in config.kv_sources]).float()
     codes, _ = quantize.quantize_fp8(window)
-    largest = int((codes.float().abs() == _E4M3_MAX).sum())
+    largest = int((codes.float().abs() == quantize.E4M3_MAX).sum())
     yield "window KV lanes at the largest FP8 code", largest, 1
     _, scales = quantize.quantize_fp4_e4m3(main)
-    spread = scales.float().repeat_interleave(16, dim=-1)[..., : main.shape[-1]]
-    clamped = int((main.abs() > _E2M1_MAX * spread).sum())
+    spread = scales.float().repeat_interleave(quantize.MAIN_KV_BLOCK, dim=-1)[..., : main.shape[-1]]
+    clamped = int((main.abs() > quantize.E2M1_MAX * spread).sum())
     yield "main KV lanes clamped at the largest FP4 code", clamped, 1
     packed, _ = quantize.quantize_mxfp4(index)
-    largest = int((quantize.unpack_e2m1(packed).abs() == _E2M1_MAX).sum())
+    largest = int((quantize.unpack_e2m1(packed).abs() == quantize.E2M1_MAX).sum())
     yield "index key lanes at the largest FP4 code", largest, 1
 
 

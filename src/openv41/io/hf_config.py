@@ -34,7 +34,7 @@ from openv41.io.hf_keys import (
     Key,
 )
 from openv41.io.tensor_names import Variant
-from openv41.ngram_hash_constants import num_embeddings
+from openv41.ngram_hash_constants import table_rows
 
 Source = Path | str | Mapping[str, Any]
 FILE_NAME = "config.json"
@@ -273,9 +273,7 @@ class _Reader:
             self.broken |= {component, component.rpartition(".")[0]}
 
     def _check_table_rows(self, engram: EngramConfig) -> None:
-        rows = num_embeddings(
-            len(engram.layer_ids), engram.num_orders, engram.num_heads, engram.table_size
-        )
+        rows = table_rows(engram)
         if rows != engram.num_embeddings:
             self.problems.append(
                 f"engram: num_embeddings is {list(engram.num_embeddings)}, must be {list(rows)}: "

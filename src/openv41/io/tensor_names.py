@@ -9,15 +9,15 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from openv41.config import DsparkConfig, EngramConfig, ModelConfig, VisionConfig
+from openv41.layers.quantized_linear import WeightFormat
+from openv41.ops.quantize import BLOCK
 from openv41.plan import LayerPlan, plan_layers
 
 Variant = Literal["released", "bfloat16", "float32"]
 Part = Literal["weight", "scale", "plain"]
-WeightFormat = Literal["fp8", "fp4", "fp8_rows"]
 Kind = Literal["fp8", "fp4", "fp8_rows", "bf16", "f32"]
 
 FORMATS: dict[Kind, WeightFormat] = {"fp8": "fp8", "fp4": "fp4", "fp8_rows": "fp8_rows"}
-BLOCK = 32  # quantised weights carry one scale per 32 columns (and 32 rows in "fp8")
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1}
 
 
@@ -255,6 +255,7 @@ def _lay_out(weights: Sequence[_Weight], variant: Variant, shard: int) -> Iterat
         else:
             rows, cols = shape
             codes = ("I8", (rows, cols // 2)) if kind == "fp4" else ("F8_E4M3", shape)
+            # one scale per 32 columns, and per 32 rows too in "fp8"
             scale = (-(-rows // BLOCK) if kind == "fp8" else rows, -(-cols // BLOCK))
             parts = [
                 (f"{name}.weight", *codes, "weight"),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from openv41.errors import CheckpointError
 from openv41.io.shard_index import ShardSet
-from openv41.io.tensor_names import BLOCK, TensorSpec
+from openv41.io.tensor_names import TensorSpec
 from openv41.layers.quantized_linear import DEQUANTIZE
 from openv41.ops import quantize
 
@@ -50,14 +50,14 @@ class Weight:
         """Row ranges of bounded size; a tile of scales never spans two."""
         rows, *rest = self.spec.shape
         step = CHUNK_ELEMENTS // max(1, torch.Size(rest).numel())
-        step = max(BLOCK, step // BLOCK * BLOCK)
+        step = max(quantize.BLOCK, step // quantize.BLOCK * quantize.BLOCK)
         for start in range(0, rows, step):
             yield start, min(rows, start + step)
 
     def scale_rows(self, start: int, stop: int) -> tuple[int, int]:
         """Rows of the scales that belong to rows of the codes."""
         if self.spec.weight_format == "fp8":
-            return start // BLOCK, -(-stop // BLOCK)
+            return start // quantize.BLOCK, -(-stop // quantize.BLOCK)
         return start, stop
 
 
@@ -84,7 +84,7 @@ class FileSource:
 
     def __init__(self, files: ShardSet, table: Sequence[TensorSpec]) -> None:
         self.files = files
-        self.weights = {weight.name: weight for weight in weights_of(table)}
+        self.weights = by_name(table)
 
     def rows(self, weight: Weight, start: int, stop: int) -> Rows:
         """Read rows; a NaN code or scale is an error."""
@@ -139,10 +139,10 @@ def read_whole(source: Source, weight: Weight) -> Rows:
     if len(parts) == 1:
         return parts[0]
     scales = [part.scales for part in parts if part.scales is not None]
-    return Rows(join_rows([part.values for part in parts]), join_rows(scales) if scales else None)
+    return Rows(_join([part.values for part in parts]), _join(scales) if scales else None)
 
 
-def join_rows(parts: list[Tensor]) -> Tensor:
+def _join(parts: list[Tensor]) -> Tensor:
     """Concatenate, also the dtypes that torch.cat does not know."""
     dtype = parts[0].dtype
     return torch.cat([part.view(torch.uint8) for part in parts]).view(dtype)

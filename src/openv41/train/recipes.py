@@ -11,7 +11,7 @@ from openv41.config import ModelConfig
 from openv41.errors import ConfigError
 from openv41.io.engram_map import compress_vocabulary, token_map_for
 from openv41.io.tokenizer import load_tokenizer
-from openv41.ngram_hash_constants import num_embeddings
+from openv41.ngram_hash_constants import table_rows
 from openv41.presets import preset, with_vocabulary
 from openv41.train.config import TrainConfig
 from openv41.train.overrides import apply_settings, field_paths, parse_settings, unknown_path
@@ -66,10 +66,6 @@ def _check_paths(changes: Iterable[str], model: ModelConfig, train: TrainConfig)
 
 def _fit_table(model: ModelConfig) -> ModelConfig:
     """Give the n-gram tables the rows that their hash needs."""
-    engram = model.engram
-    if engram is None:
+    if model.engram is None:
         return model
-    rows = num_embeddings(
-        len(engram.layer_ids), engram.num_orders, engram.num_heads, engram.table_size
-    )
-    return replace(model, engram=replace(engram, num_embeddings=rows))
+    return replace(model, engram=replace(model.engram, num_embeddings=table_rows(model.engram)))

@@ -11,8 +11,6 @@ import hashlib
 import json
 import logging
 import os
-import secrets
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -23,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from openv41.errors import DataError
-from openv41.io.atomic import sync_folder, write_atomic
+from openv41.io.atomic import atomic_folder, write_atomic
 from openv41.io.tokenizer import BOS_ID, EOS_ID, TextTokenizer, read_pieces
 
 INDEX_FILE = "index.json"
@@ -101,15 +99,11 @@ def prepare_shards(
     if missing := [str(file) for file in files if not file.is_file()]:
         raise DataError(f"no such text file: {', '.join(missing)}")
     out = out.resolve()
-    work = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     try:
-        work.mkdir(parents=True)
-        _write_folder(files, tokenizer, work, shard_tokens, progress)
-        _replace_folder(work, out)
+        with atomic_folder(out) as partial:
+            _write_folder(files, tokenizer, partial, shard_tokens, progress)
     except OSError as error:
         raise DataError(f"{out}: cannot write token shards: {error}") from None
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return TokenShards(out, verify=False)
 
 
@@ -206,15 +200,6 @@ class _ShardWriter:
 
 def _is_empty_folder(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
-
-
-def _replace_folder(new: Path, path: Path) -> None:
-    old = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
-    if path.exists():
-        path.rename(old)
-    new.rename(path)
-    sync_folder(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 class TokenShards:
