@@ -134,7 +134,7 @@ def test_a_nan_loss_leaves_a_checkpoint_that_resumes(shards, tmp_path):
         if record.step == 3:
             trainer.model.head.weight.data[0, 0] = math.nan
 
-    with pytest.raises(DivergedError, match="step 3: the loss is nan"):
+    with pytest.raises(DivergedError, match="step 4: the loss is nan"):
         trainer.fit(spoil)
     assert [r["step"] for r in read_log(run.out)] == [1, 2, 3]
     assert not (run.out / "checkpoint").exists()

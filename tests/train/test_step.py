@@ -82,7 +82,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(model, monkeypatch, place):
     else:
         model.head.weight.register_hook(lambda grad: grad * float("inf"))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(DivergedError, match=r"step 4: the loss is .*lower optimizer\.lr"):
+    with pytest.raises(DivergedError, match=r"step 5: the loss is .*lower optimizer\.lr"):
         train_step(model, optimizer, PackedBatch(ids(), LENGTHS), CONFIG, 4)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name

@@ -78,7 +78,9 @@ class Inputs:
         found = read_tensors(path)
         names = ("text_ids", "prefill_len", "subset_positions", "batch_ids")
         if missing := [name for name in names if name not in found]:
-            raise InputError(f"{path}: no tensor {', '.join(missing)}; an inputs file has {names}")
+            raise InputError(
+                f"{path}: no tensor {', '.join(missing)}; an inputs file has {', '.join(names)}"
+            )
         text, rows = found["text_ids"].long(), found["subset_positions"].long()
         prefill_len = int(found["prefill_len"].flatten()[0])
         if not 0 < prefill_len < len(text):

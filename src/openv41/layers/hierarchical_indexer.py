@@ -107,7 +107,7 @@ class HierarchicalIndexer(nn.Module):
         q: Tensor,
         weights: Tensor,
         ctx: ForwardContext,
-        found: "_Found",
+        found: _Found,
     ) -> None:
         """Score and choose for the requests of one segment."""
         rows = segment.token_rows  # [B, T]

@@ -76,7 +76,7 @@ class QuantizedLinear(QuantizedWeight):
         super().__init__(out_features, in_features, weight_format=weight_format, **made)
         self.numerics = numerics
 
-    def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
+    def forward(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
         """Multiply, rounding the input as the numerics say."""
         return ops.quantized_linear(
             x,
@@ -89,7 +89,9 @@ class QuantizedLinear(QuantizedWeight):
 class QuantizedTable(QuantizedWeight):
     """An embedding table that is read by rows."""
 
-    def forward(self, rows: Int[Tensor, "T G"], dtype: torch.dtype) -> Float[Tensor, "T G D"]:
+    def forward(
+        self, rows: Int[Tensor, "T lookups"], dtype: torch.dtype
+    ) -> Float[Tensor, "T lookups width"]:
         """Look rows up, as values of ``dtype``."""
         if self.weight is not None:
             return nn.functional.embedding(rows, self.weight).to(dtype)
@@ -114,7 +116,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features, **made))
         self.numerics = numerics
 
-    def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
+    def forward(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
         """Multiply in the dtype of ``x``."""
         return ops.linear(x, self.weight, deterministic=self.numerics.deterministic)
 
@@ -132,6 +134,6 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim, **made))
         self.eps = eps
 
-    def forward(self, x: Float[Tensor, "... D"]) -> Float[Tensor, "... D"]:
+    def forward(self, x: Float[Tensor, "... width"]) -> Float[Tensor, "... width"]:
         """Normalise the last dim."""
         return ops.rms_norm(x, self.weight, self.eps)

@@ -1,4 +1,4 @@
-"""Row-wise functions whose bits do not depend on the other rows. Report §2.4.1.
+"""Row-wise functions whose bits do not depend on the other rows: the deterministic mode.
 
 Stock kernels treat the edges of an array by other code: matrix products change with the number of
 rows and columns, vectorised functions with the place in the flat array. Here everything runs on

@@ -24,7 +24,7 @@ class Keys(NamedTuple):
     """
 
     rows: Int[Tensor, "B S"]  # -1 is none
-    bias: Float[Tensor, "B band S"]  # X queries per band; the last band may be padded
+    bias: Float[Tensor, "B band S"]  # queries of a band; the last band may be padded
 
 
 def plan_keys(rows: Int[Tensor, "T K"], *, deterministic: bool = False) -> Keys:
@@ -41,7 +41,7 @@ def plan_keys(rows: Int[Tensor, "T K"], *, deterministic: bool = False) -> Keys:
     if deterministic or count < BAND or listed == 0:
         return alone
     bands = F.pad(rows, (0, 0, 0, -count % BAND), value=-1).unflatten(0, (-1, BAND))
-    seen = bands >= 0  # [B, X, K]
+    seen = bands >= 0  # [B, band, K]
     last = bands.amax(dim=(1, 2))
     first = torch.where(seen, bands, last[:, None, None]).amin(dim=(1, 2)).clamp(min=0)
     span = int((last - first).max()) + 1
@@ -165,7 +165,7 @@ def _whole_bands(x: Tensor, keys: tuple[Keys, Keys]) -> Tensor:
 
 
 def _gather(kv: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Read rows [B, S] of kv [R, C] as [B, S, C]; row -1 reads zeros, whatever the store holds."""
+    """Read the rows of each band, as [B, S, C]; row -1 reads zeros, whatever the store holds."""
     if not len(kv) or not rows.numel():
         return kv.new_zeros(*rows.shape, kv.shape[-1], dtype=dtype)
     picked = kv.index_select(0, rows.clamp(min=0).flatten()).to(dtype)

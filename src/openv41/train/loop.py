@@ -15,7 +15,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from openv41.config import ModelConfig, as_dict
-from openv41.errors import CheckpointError, ConfigError, InputError
+from openv41.errors import ConfigError, DataError, InputError
 from openv41.io.atomic import write_atomic
 from openv41.io.checkpoint import save_model
 from openv41.io.checkpoint_writer import read_companions
@@ -186,7 +186,10 @@ def _data_hash(folder: Path) -> str:
     try:
         return hashlib.sha256((folder / INDEX_FILE).read_bytes()).hexdigest()
     except OSError as error:
-        raise CheckpointError(f"{folder / INDEX_FILE}: {error.strerror}") from None
+        raise DataError(
+            f"{folder / INDEX_FILE}: cannot read the index of the token shards: {error.strerror}; "
+            "make them with 'openv41 data prepare'"
+        ) from None
 
 
 @contextmanager

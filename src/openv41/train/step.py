@@ -52,8 +52,8 @@ def train_step(
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         optimizer.zero_grad(set_to_none=True)
         raise DivergedError(
-            f"step {step}: the loss is {loss}, the gradient norm {grad_norm}; the parameters are "
-            "those of the step before. Start again with a lower optimizer.lr or a longer "
+            f"step {step + 1}: the loss is {loss}, the gradient norm {grad_norm}; the parameters "
+            "are those of the step before. Start again with a lower optimizer.lr or a longer "
             "warmup_tokens"
         )
     lr = config.optimizer.lr * lr_factor(config, step)
