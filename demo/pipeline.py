@@ -165,8 +165,7 @@ def generate(run: Runner, export: Path) -> str:
         "--seed": settings.SEED,
     }
     words = [str(word) for pair in options.items() for word in pair]
-    text = run.command("generate", export, *words, capture=True)
-    sample = text.removeprefix(settings.PROMPT).rstrip("\n")
+    sample = run.command("generate", export, *words, capture=True).rstrip("\n")
     run.console.print(settings.PROMPT + sample, markup=False, highlight=False)
     return sample
 
