@@ -54,7 +54,9 @@ class Compressor(nn.Module):
         projected = torch.cat([self.wkv(wide), self.wgate(wide)], dim=-1)  # [T, 2C]
         rows = ctx.with_pending(Slot("pending", self.plan.layer), projected)
         members = rows[ctx.entries(self.plan.ratio).member_rows]  # [M, ratio, 2C]
-        return ops.pool_group(*members.chunk(2, dim=-1)).to(x.dtype)
+        kv, gate = members.chunk(2, dim=-1)
+        deterministic = self.numerics.deterministic
+        return ops.pool_group(kv, gate, deterministic=deterministic).to(x.dtype)
 
 
 class CSA2Attention(Float32Islands):
