@@ -41,6 +41,8 @@ def train(
         keep_freed_memory()
         torch.set_flush_denormal(True)  # denormal numbers are slow and mean nothing here
     model, config, token_map = configure(preset, data, settings or [])
+    if config.cpu_threads:
+        torch.set_num_threads(config.cpu_threads)
     run = Run(
         model=model,
         train=config,

@@ -58,6 +58,7 @@ class TrainConfig:
     checkpoint_steps: int = 200
     heldout_steps: int = 200
     heldout_tokens: int = 32768  # evenly spread over the held-out text
+    cpu_threads: int = 0  # 0 leaves it to torch; small models gain nothing from a second
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     def __post_init__(self) -> None:
@@ -69,7 +70,7 @@ class TrainConfig:
         ]
         problems += [
             f"{name} is {getattr(self, name)}, must be at least 0"
-            for name in ("warmup_tokens", "hold_tokens", "seed", "balance_speed")
+            for name in ("warmup_tokens", "hold_tokens", "seed", "balance_speed", "cpu_threads")
             if not getattr(self, name) >= 0
         ]
         if self.sequence_length < 2:
