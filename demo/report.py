@@ -98,7 +98,7 @@ def rows(summary: Summary) -> list[tuple[str, str, str]]:
             f"{s.train_seconds:.0f}",
             f"{s.train_tokens_per_second:,.0f} tokens/s",
         ),
-        ("cache bytes per token", f"{s.cache_bytes_per_token:,.0f}", "global part, all layers"),
+        ("cache bytes per token", f"{s.cache_bytes_per_token:g}", "global part, all layers"),
         ("total seconds", f"{s.total_seconds:.0f}", stages),
     ]
 
