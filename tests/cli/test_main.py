@@ -4,6 +4,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from openv41.cli.device import resolve_device
 from openv41.cli.main import Commands, app
 from openv41.errors import InputError
 
@@ -42,6 +43,24 @@ def test_interrupt_is_one_line_and_status_130():
 def test_a_bug_keeps_its_traceback():
     result = CliRunner().invoke(failing_app(ZeroDivisionError("bug")), ["fail"])
     assert isinstance(result.exception, ZeroDivisionError)
+
+
+def test_a_path_that_the_system_refuses_is_a_plain_message():
+    result = CliRunner().invoke(failing_app(OSError(36, "File name too long", "x")), ["fail"])
+    assert result.exit_code == 2
+    assert result.stderr == "error: x: File name too long\n"
+
+
+def test_an_overlong_name_is_no_preset():
+    result = run("plan", "x" * 300)
+    assert result.exit_code == 2
+    assert "File name too long" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["", "zzz", "meta", "cuda:99"])
+def test_a_device_that_is_not_there(name):
+    with pytest.raises(InputError, match=f"--device is '{name}'"):
+        resolve_device(name)
 
 
 def test_version_is_that_of_the_package():

@@ -80,3 +80,12 @@ def test_trace_that_cannot_run_leaves_no_file(folder, tmp_path, options, message
     assert result.exit_code == 2
     assert message in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_trace_never_overwrites_what_it_reads(folder):
+    inputs = folder / "inputs.safetensors"
+    before = inputs.read_bytes()
+    result = trace(folder, inputs)
+    assert result.exit_code == 2
+    assert "is read by this command; name another file for --out" in result.stderr
+    assert inputs.read_bytes() == before

@@ -77,3 +77,7 @@ def test_seeds():
 def test_settings_are_checked(settings, message):
     with pytest.raises(ConfigError, match=message):
         SamplingConfig(**settings)
+
+
+def test_a_denormal_temperature_takes_the_most_likely_token():
+    assert draws(3, temperature=1e-320) == [1, 1, 1]

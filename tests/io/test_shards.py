@@ -198,6 +198,7 @@ def test_damaged_files_are_named_together(folder):
     [
         ("{", "bad index: JSONDecodeError"),
         ("[]", "bad index: TypeError"),
+        ("[" * 100_000, "bad index: RecursionError"),
         ("{}", "bad index: KeyError"),
         ('{"weight_map": {}}', "weight_map must name at least one tensor"),
         (

@@ -155,6 +155,8 @@ def test_ids_and_spellings_outside_the_vocabulary(small):
 def test_training_needs_room_and_text(corpus, tmp_path):
     with pytest.raises(InputError, match="vocab_size is 258, must be at least 259"):
         train_tokenizer([corpus], vocab_size=258)
+    with pytest.raises(InputError, match="vocab_size is 9999999999999, must be at most 16777216"):
+        train_tokenizer([corpus], vocab_size=9999999999999)
     with pytest.raises(DataError, match=r"enough text for \d+ tokens, 5000 asked for"):
         train_tokenizer([corpus], vocab_size=5000)
     with pytest.raises(DataError, match=r"none.txt: cannot read the text: No such file"):

@@ -8,6 +8,7 @@ from typing import Annotated
 import torch
 import typer
 
+from openv41.cli.device import resolve_device
 from openv41.cli.ui import note, out
 from openv41.config import NUMERICS
 from openv41.engine.generate import as_text
@@ -41,9 +42,10 @@ def generate(
 ) -> None:
     """Continue a prompt; only the new text goes to stdout."""
     sampling = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    place = resolve_device(device)
     tokenizer = load_tokenizer(checkpoint)
     model = load_model(
-        checkpoint, numerics=NUMERICS[numerics.value], dtype=torch.float32, device=device
+        checkpoint, numerics=NUMERICS[numerics.value], dtype=torch.float32, device=place
     )
     config = model.config
     ids = [config.bos_token_id, *tokenizer.encode(prompt)]

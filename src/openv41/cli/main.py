@@ -21,7 +21,7 @@ from openv41.errors import OpenV41Error
 
 
 class Commands(TyperGroup):
-    """Our own errors become one plain message and exit status 2; anything else is a bug."""
+    """Our errors and the system's become one plain message and status 2; the rest are bugs."""
 
     def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 -- click's own signature
         """Run the command."""
@@ -29,6 +29,12 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except OpenV41Error as error:
             show_error(str(error))
+            raise typer.Exit(2) from None
+        except BrokenPipeError:
+            raise
+        except OSError as error:  # a path or a disk that refuses
+            where = "" if error.filename is None else f"{error.filename}: "
+            show_error(f"{where}{error.strerror or error}")
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             show_error("interrupted")

@@ -55,6 +55,8 @@ def trace(
         raise InputError(f"case {case} is not there yet: {NOT_YET[case]}")
     if feed is not None and (case, numerics) != (Case.PREFILL, Numerics.RELEASED):
         raise InputError("--feed works with --case prefill --numerics released")
+    if out.resolve() in {path.resolve() for path in (inputs, feed) if path is not None}:
+        raise InputError(f"{out} is read by this command; name another file for --out")
     given = Inputs.read(inputs)
     model = load_model(checkpoint, numerics=TRACE_NUMERICS[numerics], dtype=TRACE_DTYPES[numerics])
     fed = None if feed is None else read_feed(feed, model, given)

@@ -10,6 +10,7 @@ import torch
 import typer
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from openv41.cli.device import resolve_device
 from openv41.cli.ui import err, note, show_line
 from openv41.presets import NAMES
 from openv41.train.config import TrainConfig
@@ -37,7 +38,8 @@ def train(
     device: Annotated[str, typer.Option(help="Where to train, such as cpu or cuda.")] = "cpu",
 ) -> None:
     """Train a text model; OUT/checkpoint holds it in the end."""
-    if device == "cpu":
+    place = resolve_device(device)
+    if place.type == "cpu":
         keep_freed_memory()
         torch.set_flush_denormal(True)  # denormal numbers are slow and mean nothing here
     model, config, token_map = configure(preset, data, settings or [])
@@ -50,7 +52,7 @@ def train(
         data=data,
         heldout=heldout,
         out=out,
-        device=torch.device(device),
+        device=place,
     )
     trainer = Trainer(run, resume=resume)
     note(_describe(trainer))

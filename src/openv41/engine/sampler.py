@@ -43,7 +43,8 @@ class Sampler:
         """Pick the next token; the lowest id among equals comes first."""
         if self.config.temperature == 0:
             return int((logits == logits.max()).nonzero()[0])
-        scores = logits.double().cpu() / self.config.temperature
+        scores = logits.double().cpu()
+        scores = (scores - scores.max()) / self.config.temperature  # no overflow near 0
         scores, order = scores.sort(descending=True, stable=True)
         shares = keep(torch.softmax(scores, dim=0), self.config.top_k, self.config.top_p)
         total = shares.cumsum(0)

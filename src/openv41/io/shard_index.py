@@ -89,7 +89,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
         raise CheckpointError(_no_checkpoint(folder))
     try:
         weight_map = json.loads(path.read_bytes())["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: bad index: {type(error).__name__}: {error}") from None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: bad index: weight_map must name at least one tensor")

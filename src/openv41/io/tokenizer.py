@@ -23,6 +23,7 @@ SPECIAL_TOKENS = (  # full-width bars and low-line blocks, spelled as in the rel
     "<\uff5c\u2581pad\u2581\uff5c>",
 )
 MIN_VOCAB_SIZE = len(SPECIAL_TOKENS) + 256  # every byte has a token
+MAX_VOCAB_SIZE = 1 << 24
 TOKENIZER_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
 MODEL_MAX_LENGTH = 1048576
 
@@ -153,6 +154,8 @@ def train_tokenizer(files: Sequence[Path], *, vocab_size: int) -> TextTokenizer:
             f"vocab_size is {vocab_size}, must be at least {MIN_VOCAB_SIZE}: "
             f"{len(SPECIAL_TOKENS)} special tokens and 256 bytes"
         )
+    if vocab_size > MAX_VOCAB_SIZE:
+        raise InputError(f"vocab_size is {vocab_size}, must be at most {MAX_VOCAB_SIZE}")
     tokenizer = Tokenizer(models.BPE())
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _SPLITS]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
