@@ -130,3 +130,12 @@ def test_very_negative_logits_keep_gradients_finite():
     ops.expert_weights(scores, torch.tensor([[0, 1]]), normalise=True, scale=1.5)[0, 0].backward()
     assert x.grad.isfinite().all()
     assert gate.grad.isfinite().all()
+
+
+def test_a_row_of_nan_gets_legal_ids_and_keeps_to_itself():
+    scores = torch.rand(3, 5)
+    want = ops.choose_experts(scores, torch.zeros(3, 5), 2)
+    scores[1] = torch.nan
+    got = ops.choose_experts(scores, torch.zeros(3, 5), 2)
+    assert got[1].tolist() == [0, 1]
+    assert torch.equal(got[[0, 2]], want[[0, 2]])

@@ -35,8 +35,13 @@ def router_scores(
 def choose_experts(
     scores: Float[Tensor, "T E"], bias: Float[Tensor, "T E"], top_k: int
 ) -> Int[Tensor, "T A"]:
-    """Choose the experts with the highest score + bias, lowest id among equals, in id order."""
-    return ids_of(keep_top_k(scores + bias, top_k), top_k)
+    """Choose the experts with the highest score + bias, lowest id among equals, in id order.
+
+    Every row gets ``top_k`` legal ids, also one of NaN, which then spoils no other row.
+    """
+    steered = scores + bias
+    steered = steered.nan_to_num(nan=torch.finfo(steered.dtype).min)
+    return ids_of(keep_top_k(steered, top_k), top_k)
 
 
 @op
