@@ -1,5 +1,7 @@
 """One forward over the whole text, in float32, against the released code."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -30,11 +32,14 @@ def visible(mask, ratio):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["f32", "f32qat", "released"])
-@pytest.mark.parametrize("case", ["prefill", "decode", "batch"])
+@pytest.mark.parametrize(
+    ("case", "mode"),
+    [
+        *itertools.product(["prefill", "decode"], ["f32", "f32qat", "released"]),
+        ("batch", "f32"),  # the only batch file of the golden data
+    ],
+)
 def test_trace_has_the_names_shapes_and_dtypes_of_the_golden_file(golden, case, mode):
-    if case == "batch" and mode != "f32":
-        pytest.skip("the golden data have batch in f32 only")
     got, want = golden.trace(case, mode), golden.want(case, mode)
     if case == "decode" and mode != "f32":
         short = [n for n in want if mode == "released" or n.startswith("greedy")]
