@@ -16,6 +16,9 @@ from openv41.train.config import OptimizerConfig, TrainConfig
         ({"warmup_tokens": 3_000_000}, r"together exceed tokens \(2000000\)"),
         ({"final_lr_factor": 1.5}, "final_lr_factor is 1.5, must be from 0 to 1"),
         ({"balance_speed": -1.0}, "balance_speed is -1.0, must be at least 0"),
+        ({"balance_speed": float("inf")}, "balance_speed is inf, must be at most 1"),
+        ({"seed": 10**23}, f"seed is {10**23}, must be at most {2**63 - 1}"),
+        ({"cpu_threads": 2000}, "cpu_threads is 2000, must be at most 1024"),
     ],
 )
 def test_run_settings(settings, message):
@@ -28,6 +31,7 @@ def test_run_settings(settings, message):
     [
         ({"lr": 0.0}, "lr is 0.0, must be above 0"),
         ({"eps": float("nan")}, "eps is nan, must be above 0"),
+        ({"lr": float("inf")}, "lr is inf, must be above 0 and finite"),
         ({"beta1": 1.0}, "beta1 is 1.0, must be at least 0 and below 1"),
         ({"clip_norm": -1.0}, "clip_norm is -1.0, must be at least 0"),
     ],

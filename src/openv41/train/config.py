@@ -3,6 +3,7 @@
 A run counts tokens, never seconds: the same settings give the same run on any machine.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -24,9 +25,9 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         problems = [
-            f"{name} is {getattr(self, name)}, must be above 0"
+            f"{name} is {getattr(self, name)}, must be above 0 and finite"
             for name in ("lr", "eps", "embedding_lr_factor", "engram_table_lr_factor")
-            if not getattr(self, name) > 0
+            if not 0 < getattr(self, name) < math.inf
         ]
         problems += [
             f"{name} is {getattr(self, name)}, must be at least 0"
@@ -72,6 +73,11 @@ class TrainConfig:
             f"{name} is {getattr(self, name)}, must be at least 0"
             for name in ("warmup_tokens", "hold_tokens", "seed", "balance_speed", "cpu_threads")
             if not getattr(self, name) >= 0
+        ]
+        problems += [
+            f"{name} is {getattr(self, name)}, must be at most {most}"
+            for name, most in (("seed", 2**63 - 1), ("cpu_threads", 1024), ("balance_speed", 1))
+            if getattr(self, name) > most
         ]
         if self.sequence_length < 2:
             problems.append(f"sequence_length is {self.sequence_length}, must be at least 2")
