@@ -150,10 +150,10 @@ def test_rows_of_many_shapes(record_proof, threads):
     before, rows, functions = torch.get_num_threads(), 0, set()
     torch.set_num_threads(threads)
     try:
-        for trial in range(40):
+        for trial in range(16):
             dtype = (torch.float32, torch.float64)[trial % 2]
             width, streams = 2 * random.randrange(1, 80), random.randrange(2, 7)
-            counts = random.sample(range(2, MOST + 1), 12)
+            counts = random.sample(range(2, MOST + 1), 8)
             for name, (function, *inputs) in row_functions(dtype, width, streams).items():
                 wrong = rows_that_differ(function, *inputs, counts=counts)
                 assert wrong == 0, f"{name}, width {width}, {streams} streams: {wrong} rows"
@@ -171,10 +171,10 @@ def test_many_ways_to_serve(record_proof, threads):
     before, requests, steps = torch.get_num_threads(), 0, 0
     torch.set_num_threads(threads)
     try:
-        for trial in range(24):
+        for trial in range(18):
             dtype = (torch.float32, torch.float64, torch.bfloat16)[trial % 3]
             model = arm_model(dtype, True, list(NUMERICS)[trial // 3 % 3], seed=trial)
-            tokens = {r: random_ids(random.randrange(1, 40), seed=trial + 9 * r) for r in range(4)}
+            tokens = {r: random_ids(random.randrange(1, 30), seed=trial + 9 * r) for r in range(4)}
             chunks = {r: [random.randrange(1, 8) for _ in ids] for r, ids in tokens.items()}
             session = Session(model, poison=True).feed(tokens, chunks)
             for request, ids in tokens.items():
