@@ -171,7 +171,7 @@ def test_many_ways_to_serve(record_proof, threads):
     before, requests, steps = torch.get_num_threads(), 0, 0
     torch.set_num_threads(threads)
     try:
-        for trial in range(18):
+        for trial in range(45):
             dtype = (torch.float32, torch.float64, torch.bfloat16)[trial % 3]
             model = arm_model(dtype, True, list(NUMERICS)[trial // 3 % 3], seed=trial)
             tokens = {r: random_ids(random.randrange(1, 30), seed=trial + 9 * r) for r in range(4)}

@@ -46,7 +46,8 @@ class SinglePassMHC(Float32Islands):
         """Apply ``block`` F; return the new streams and A for the next block."""
         a, b, c = self.predict(x)  # [T, N], [T, N, N], [T, N]
         y = block(ops.mix_streams(x, a_prev))  # [T, D]
-        return ops.update_streams(x, y, b, c), a
+        deterministic = self.numerics.deterministic
+        return ops.update_streams(x, y, b, c, deterministic=deterministic), a
 
     def predict(
         self, x: Float[Tensor, "T N D"]

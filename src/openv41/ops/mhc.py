@@ -79,11 +79,22 @@ def update_streams(
     y: Float[Tensor, "T D"],
     b: Float[Tensor, "T N N"],
     c: Float[Tensor, "T N"],
+    *,
+    deterministic: bool = False,
 ) -> Float[Tensor, "T N D"]:
     """Write a block output back into the streams: X' = B X + C y, Eq. (6)."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    new: Tensor = _Update.apply(x.to(wide), y.to(wide), b.to(wide), c.to(wide))
+    parts = (x.to(wide), y.to(wide), b.to(wide), c.to(wide))
+    new: Tensor = _added_in_order(*parts) if deterministic else _Update.apply(*parts)
     return new.to(x.dtype)
+
+
+def _added_in_order(x: Tensor, y: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """B X + C y one stream after the other: no product whose sums change with T."""
+    total = c[..., None] * y[:, None]
+    for stream, weight in zip(x.unbind(1), b.unbind(2), strict=True):
+        total = total + weight[..., None] * stream[:, None]
+    return total
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
