@@ -51,7 +51,7 @@ def row_functions(dtype, width, streams):
         "predict mix": (predict, xs),
         "mix": (ops.mix_streams, xs, rand(MOST, streams)),
         "update": (
-            ops.update_streams,
+            lambda *parts: ops.update_streams(*parts, **sure),
             xs,
             x,
             rand(MOST, streams, streams),
