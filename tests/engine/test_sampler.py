@@ -1,20 +1,127 @@
-"""Sampling against counts and hand-made cases."""
+"""Sampling against loops, counts and hand-made cases."""
 
 import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from openv41.engine.sampler import Sampler, SamplingConfig, keep
-from openv41.errors import ConfigError
+from openv41.engine.sampler import LogitsError, Sampler, SamplingConfig, keep
+from openv41.errors import ConfigError, InputError
 
 SHARES = torch.tensor([0.1, 0.4, 0.05, 0.25, 0.2], dtype=torch.float64)
+EIGHTHS = torch.tensor([1, 4, 0, 2, 1], dtype=torch.float64) / 8
+CRITICAL = {2: 13.82, 3: 16.27, 4: 18.47}  # chi-square at 0.001, by degrees of freedom
 
 
-def draws(count, logits=None, **settings):
-    sampler = Sampler(SamplingConfig(**settings))
+def draws(count, logits=None, **options):
     logits = SHARES.log().float() if logits is None else logits
+    sampler = Sampler(SamplingConfig(**options), len(logits))
     return [sampler.draw(logits) for _ in range(count)]
+
+
+def naive_scores(logits, prompt, output, config):
+    """Bias and penalties, one token at a time, from the whole history."""
+    scores = list(logits)
+    for token, bias in config.logit_bias:
+        scores[token] += bias
+    for token in range(len(scores)):
+        if token in prompt or token in output:
+            if scores[token] > 0:
+                scores[token] /= config.repetition_penalty
+            else:
+                scores[token] *= config.repetition_penalty
+        times = sum(1 for other in output if other == token)
+        scores[token] -= times * config.frequency_penalty
+        if times:
+            scores[token] -= config.presence_penalty
+    return scores
+
+
+def naive_shares(scores, config):
+    """Probability of each token that may be drawn, by id; temperature is not 0."""
+    heights = [math.exp((score - max(scores)) / config.temperature) for score in scores]
+    kept = [t for t in range(len(scores)) if heights[t] >= config.min_p * max(heights)]
+    kept = [t for t in kept if heights[t] > 0]
+    kept.sort(key=lambda t: (-heights[t], t))
+    if config.top_k is not None:
+        kept = kept[: config.top_k]
+    whole, held, fewest = math.fsum(heights[t] for t in kept), 0.0, []
+    for token in kept:
+        if fewest and held >= config.top_p * whole:
+            break
+        fewest.append(token)
+        held += heights[token]
+    return {token: heights[token] / held for token in sorted(fewest)}
+
+
+def naive_draw(logits, prompt, output, config, point):
+    scores = naive_scores(logits, prompt, output, config)
+    if config.temperature == 0:
+        return scores.index(max(scores))
+    shares = naive_shares(scores, config)
+    for token, share in shares.items():
+        point -= share
+        if point < 0:
+            return token
+    return max(shares)
+
+
+# Steps of one half make ties; the shares asked for lie between those that ties can have.
+logit_rows = st.lists(st.integers(-8, 8).map(lambda i: i / 2), min_size=9, max_size=9)
+choices = {
+    "temperature": [0.0, 0.31, 1.0, 2.7],
+    "top_k": [None, 1, 3, 6, 40],
+    "top_p": [1e-9, 0.1371, 0.3713, 0.8297, 1.0],
+    "min_p": [0.0, 0.0317, 0.317, 1.0],
+    "repetition_penalty": [0.7, 1.0, 1.3],
+    "presence_penalty": [-0.7, 0.0, 1.9],
+    "frequency_penalty": [-0.4, 0.0, 0.3],
+    "logit_bias": [(), ((0, 1.25), (7, -100.0)), ((4, 0.5), (2, 3.0))],
+    "seed": range(100),
+}
+some_settings = st.fixed_dictionaries({name: st.sampled_from(c) for name, c in choices.items()})
+
+
+@pytest.mark.property
+@settings(max_examples=60)
+@given(
+    rows=st.lists(logit_rows, min_size=1, max_size=6),
+    prompt=st.lists(st.integers(0, 8), max_size=4),
+    chosen=some_settings,
+)
+def test_draws_equal_loops(rows, prompt, chosen):
+    config = SamplingConfig(**chosen)
+    sampler, generator = Sampler(config, 9, prompt), torch.Generator().manual_seed(config.seed)
+    output = []
+    for row in rows:
+        point = torch.rand(1, generator=generator, dtype=torch.float64).item()
+        want = naive_draw(row, prompt, output, config, point)
+        assert sampler.draw(torch.tensor(row)) == want
+        output.append(want)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 3.0, "top_k": 3},
+        {"top_p": 0.9, "logit_bias": ((2, 2.0),)},
+        {"min_p": 0.3, "temperature": 1.5},
+    ],
+)
+def test_frequencies_are_the_probabilities(options):
+    count, logits = 1000, SHARES.log().float()
+    config = SamplingConfig(seed=11, **options)
+    want = naive_shares(naive_scores(logits.tolist(), [1, 3], [], config), config)
+    found = dict.fromkeys(want, 0)
+    sampler = Sampler(config, 5, [1, 3])
+    for _ in range(count):
+        found[sampler.draw(logits)] += 1
+    excess = sum((found[t] - count * want[t]) ** 2 / (count * want[t]) for t in want)
+    assert excess < CRITICAL[len(want) - 1]
 
 
 def test_temperature_zero_takes_the_lowest_id_among_equals():
@@ -22,36 +129,76 @@ def test_temperature_zero_takes_the_lowest_id_among_equals():
     assert draws(3, logits, temperature=0.0) == [1, 1, 1]
 
 
-def test_frequencies_are_the_probabilities():
-    count = 4000
-    found = torch.bincount(torch.tensor(draws(count, seed=1)), minlength=5) / count
-    assert (found - SHARES).abs().max() < 4 * math.sqrt(0.25 / count)
+def test_temperature_zero_takes_the_most_likely_after_bias_and_penalties():
+    logits = torch.tensor([1.0, 3.0, 2.5, 0.0])
+    assert draws(2, logits, temperature=0.0, logit_bias=((3, 4.0),)) == [3, 3]
+    assert draws(4, logits, temperature=0.0, presence_penalty=2.0) == [1, 2, 0, 1]
+    assert draws(5, logits, temperature=0.0, frequency_penalty=1.0) == [1, 2, 1, 2, 0]
+    assert draws(4, logits, temperature=0.0, repetition_penalty=4.0) == [1, 2, 0, 1]
 
 
-def test_temperature_sharpens():
-    count = 2000
-    want = SHARES**2 / (SHARES**2).sum()
-    found = torch.bincount(torch.tensor(draws(count, temperature=0.5)), minlength=5) / count
-    assert (found - want).abs().max() < 4 * math.sqrt(0.25 / count)
+def test_only_the_repetition_penalty_looks_at_the_prompt():
+    logits = torch.tensor([-1.0, -1.5, -4.0])
+
+    def first(**options):
+        return Sampler(SamplingConfig(temperature=0.0, **options), 3, [0, 0, 0]).draw(logits)
+
+    assert first(repetition_penalty=2.0) == 1
+    assert first(repetition_penalty=1.4) == 0
+    assert first(presence_penalty=2.0, frequency_penalty=2.0) == 0
 
 
-def test_top_k_and_top_p_cut_the_tail():
-    assert set(draws(300, top_k=2)) == {1, 3}
-    assert set(draws(300, top_p=0.65)) == {1, 3}
-    assert set(draws(300, top_p=0.66)) == {1, 3, 4}
-    assert set(draws(300, top_p=1e-9)) == {1}
-    assert set(draws(300, top_k=3, top_p=0.4)) == {1}
+def test_a_bias_of_100_and_of_minus_100_decide():
+    assert set(draws(50, logit_bias=((2, 100.0),))) == {2}
+    assert set(draws(200, logit_bias=((1, -100.0), (3, -100.0)))) == {0, 2, 4}
 
 
-def test_top_k_takes_the_lowest_ids_among_equals():
-    assert set(draws(100, torch.zeros(6), top_k=2)) == {0, 1}
+def test_logits_are_not_changed():
+    logits = SHARES.clone()
+    draws(3, logits, logit_bias=((1, 5.0),), frequency_penalty=1.0, repetition_penalty=2.0)
+    assert logits.tolist() == SHARES.tolist()
 
 
-def test_top_p_counts_the_share_within_top_k():
-    shares = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
-    assert keep(shares, None, 0.7).tolist() == [0.4, 0.3]
-    assert keep(shares, 2, 0.5).tolist() == [0.4]  # 0.4 of 0.7 is more than half
-    assert keep(shares, None, 1.0).tolist() == shares.tolist()
+@pytest.mark.parametrize(
+    ("options", "want"),
+    [
+        ({}, [0, 1, 3, 4]),  # what has no probability is never kept
+        ({"top_k": 1}, [1]),
+        ({"top_k": 3}, [0, 1, 3]),  # 0 and 4 are equal
+        ({"top_k": 9}, [0, 1, 3, 4]),
+        ({"top_p": 0.5}, [1]),
+        ({"top_p": 0.75}, [1, 3]),
+        ({"top_p": 0.76}, [0, 1, 3]),
+        ({"top_p": 0.875}, [0, 1, 3]),
+        ({"top_p": 0.876}, [0, 1, 3, 4]),
+        ({"top_p": 5e-324}, [1]),
+        ({"top_k": 2, "top_p": 0.66}, [1]),  # 4/8 of 6/8
+        ({"top_k": 2, "top_p": 0.67}, [1, 3]),
+        ({"min_p": 0.25}, [0, 1, 3, 4]),
+        ({"min_p": 0.26}, [1, 3]),
+        ({"min_p": 1.0}, [1]),
+        ({"min_p": 0.5, "top_p": 0.7}, [1, 3]),
+        ({"min_p": 0.5, "top_p": 0.66}, [1]),  # min_p comes first: 4/8 of 6/8
+    ],
+)
+def test_cuts(options, want):
+    assert keep(EIGHTHS, SamplingConfig(**options)).tolist() == want
+
+
+def test_cuts_take_the_lowest_ids_among_equals():
+    equal = torch.full((1024,), 2.0**-10, dtype=torch.float64)
+    assert keep(equal, SamplingConfig(top_k=3)).tolist() == [0, 1, 2]
+    assert keep(equal, SamplingConfig(top_p=0.25)).tolist() == list(range(256))
+    assert keep(equal, SamplingConfig(top_p=5e-324)).tolist() == [0]
+
+
+@pytest.mark.parametrize("top_p", [0.00137, 0.3001, 0.9001, 0.99999])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 8.0])
+def test_top_p_of_a_large_vocabulary_equals_loops(spread, top_p):
+    config = SamplingConfig(top_p=top_p)
+    scores = (torch.randn(3000) * spread).round(decimals=1).double()
+    got = keep(torch.softmax(scores, 0), config).tolist()
+    assert got == list(naive_shares(scores.tolist(), config))
 
 
 def test_impossible_tokens_are_never_drawn():
@@ -59,25 +206,106 @@ def test_impossible_tokens_are_never_drawn():
     assert set(draws(200, logits)) == {1, 3}
 
 
+def test_a_denormal_temperature_takes_the_most_likely_token():
+    assert draws(3, temperature=1e-320) == [1, 1, 1]
+
+
+def test_a_point_that_rounds_up_to_the_end_draws_a_possible_token(monkeypatch):
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.ones(1, dtype=torch.float64))
+    assert draws(1, torch.tensor([0.0, 0.0, 0.0, -math.inf])) == [2]
+
+
+def test_frequencies_over_seeds_are_the_probabilities():
+    """The first token of many requests; penalties on the prompt included."""
+    count, logits, options = 1000, SHARES.log().float(), {"repetition_penalty": 1.5}
+    config = SamplingConfig(**options)
+    want = naive_shares(naive_scores(logits.tolist(), [1, 3], [], config), config)
+    found = dict.fromkeys(want, 0)
+    for seed in range(count):
+        found[Sampler(SamplingConfig(seed=seed, **options), 5, [1, 3]).draw(logits)] += 1
+    excess = sum((found[t] - count * want[t]) ** 2 / (count * want[t]) for t in want)
+    assert excess < CRITICAL[4]
+
+
 def test_seeds():
     assert draws(50, seed=3) == draws(50, seed=3)
     assert draws(50, seed=3) != draws(50, seed=4)
 
 
+def test_a_sampler_is_independent_of_others():
+    rows = torch.randn(40, 6)
+    config = SamplingConfig(seed=5, frequency_penalty=0.5)
+    alone = Sampler(config, 6)
+    want = [alone.draw(row) for row in rows]
+    ours, other = Sampler(config, 6), Sampler(SamplingConfig(seed=6, frequency_penalty=2.0), 6)
+    found = []
+    for row in rows:
+        found.append(ours.draw(row))
+        other.draw(-row)
+        torch.rand(3)
+    assert found == want
+
+
+def test_the_dtype_of_equal_logits_does_not_matter():
+    logits = torch.randn(20).bfloat16()
+    assert draws(30, logits) == draws(30, logits.float()) == draws(30, logits.double())
+
+
+def test_prompt_tokens_that_cannot_be_drawn_do_not_matter():
+    config = SamplingConfig(temperature=0.0, repetition_penalty=9.0)
+    assert Sampler(config, 3, [1, 3, 1000]).draw(torch.tensor([0.5, 2.0, 1.0])) == 2
+
+
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("logits", "message"),
     [
-        ({"temperature": -0.1}, "temperature is -0.1, must be at least 0"),
-        ({"temperature": math.nan}, "temperature is nan"),
-        ({"top_k": 0}, "top_k is 0, must be at least 1"),
-        ({"top_p": 0.0}, "top_p is 0.0, must be above 0 and at most 1"),
-        ({"seed": -1}, "seed is -1"),
+        ([0.0, math.nan, 1.0, math.nan], "next token hold NaN at 2 of 4 ids, first at 1;"),
+        ([0.0, math.inf, math.nan, 1.0], "NaN at 1 of 4 ids, first at 2;"),
+        ([0.0, 1.0, math.inf, 1.0], r"hold \+inf at 1 of 4 ids, first at 2;"),
+        ([-math.inf] * 4, "hold -inf at 4 of 4 ids, first at 0;"),
     ],
 )
-def test_settings_are_checked(settings, message):
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_unusable_logits_are_named(temperature, logits, message):
+    with pytest.raises(LogitsError, match=message):
+        draws(1, torch.tensor(logits), temperature=temperature)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -0.1}, "temperature is -0.1, must be at least 0 and finite"),
+        ({"temperature": math.nan}, "temperature is nan"),
+        ({"temperature": math.inf}, "temperature is inf"),
+        ({"top_k": 0}, "top_k is 0, must be at least 1; leave it out for all"),
+        ({"top_p": 0.0}, "top_p is 0.0, must be above 0 and at most 1"),
+        ({"top_p": math.nan}, "top_p is nan"),
+        ({"min_p": 1.1}, "min_p is 1.1, must be from 0 to 1"),
+        ({"min_p": math.nan}, "min_p is nan"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, must be from 0.001 to 1000"),
+        ({"repetition_penalty": math.inf}, "repetition_penalty is inf"),
+        ({"presence_penalty": -2.1}, "presence_penalty is -2.1, must be from -2 to 2"),
+        ({"frequency_penalty": math.nan}, "frequency_penalty is nan, must be from -2 to 2"),
+        ({"logit_bias": ((7, math.inf),)}, "token 7 is inf, must be from -100 to 100"),
+        ({"logit_bias": ((7, math.nan),)}, "token 7 is nan, must be from -100 to 100"),
+        ({"logit_bias": ((7, 1.0), (7, 1.0))}, "names token 7 2 times; give each token one bias"),
+        ({"seed": -1}, r"seed is -1, must be from 0 to 2\^63 - 1"),
+    ],
+)
+def test_settings_are_checked(options, message):
     with pytest.raises(ConfigError, match=message):
-        SamplingConfig(**settings)
+        SamplingConfig(**options)
 
 
-def test_a_denormal_temperature_takes_the_most_likely_token():
-    assert draws(3, temperature=1e-320) == [1, 1, 1]
+def test_every_problem_is_named():
+    with pytest.raises(ConfigError, match=r"sampling: 4 problem") as caught:
+        SamplingConfig(temperature=-1.0, min_p=2.0, logit_bias=((1, 101.0),), seed=-5)
+    assert [text.split()[0] for text in caught.value.problems] == [
+        "temperature", "min_p", "seed", "logit_bias",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("token", [-1, 5])
+def test_a_bias_on_a_token_that_cannot_be_drawn_is_refused(token):
+    with pytest.raises(InputError, match=rf"tokens \[{token}\]; .* are from 0 to 4"):
+        Sampler(SamplingConfig(logit_bias=((token, 1.0),)), 5)

@@ -34,7 +34,9 @@ def generate(
         )
     if max_tokens < 1:
         raise InputError(f"max_tokens is {max_tokens}, must be at least 1")
-    return _tokens(model, list(prompt), Sampler(sampling), max_tokens, num_tokens)
+    num_tokens = min(num_tokens or config.vocab_size, config.vocab_size)
+    sampler = Sampler(sampling, num_tokens, prompt)
+    return _tokens(model, list(prompt), sampler, max_tokens)
 
 
 @torch.inference_mode()
@@ -43,7 +45,6 @@ def _tokens(
     new: list[int],
     sampler: Sampler,
     max_tokens: int,
-    num_tokens: int | None,
 ) -> Iterator[int]:
     store = DenseStore(model.config.compress_ratios)
     device, position = model.norm.weight.device, 0
@@ -51,7 +52,7 @@ def _tokens(
         ids = torch.tensor(new, dtype=torch.int64, device=device)
         hidden = model(Batch(ids, (0,), (position,), (len(new),)), store).hidden
         position += len(new)
-        token = sampler.draw(model.logits(hidden[-1:])[0, :num_tokens])
+        token = sampler.draw(model.logits(hidden[-1:])[0, : sampler.num_tokens])
         if token == model.config.eos_token_id:
             return
         yield token

@@ -1,60 +1,181 @@
-"""From logits to the next token."""
+"""From logits to the next token: bias, penalties, temperature, cuts, draw."""
 
+import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from openv41.errors import ConfigError
+from openv41.errors import ConfigError, InputError, OpenV41Error
+
+
+class LogitsError(OpenV41Error, ArithmeticError):
+    """Logits that no token can be drawn from: the model or its cache went wrong."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingConfig:
-    """How a token is drawn; temperature 0 takes the most likely one."""
+    """How a token is drawn; temperature 0 takes the most likely one.
+
+    Order: logit bias; repetition, frequency and presence penalty; temperature; min_p; top_k;
+    top_p. Shares of the probability are those left by the steps before. Log-probabilities
+    (``engine/logprobs.py``) are of the model's own logits, before all of these.
+    """
 
     temperature: float = 1.0
     top_k: int | None = None  # of all tokens, only the k most likely ones
     top_p: float = 1.0  # only the fewest tokens that hold this share of the probability
+    min_p: float = 0.0  # only tokens at least this share as likely as the most likely one
+    repetition_penalty: float = 1.0  # on tokens of prompt and output: logits / r, or * r below 0
+    presence_penalty: float = 0.0  # off the logits of tokens in the output, once
+    frequency_penalty: float = 0.0  # off the logits of tokens in the output, for each time
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what its logit gains)
     seed: int = 0
 
     def __post_init__(self) -> None:
-        problems = []
-        if not 0 <= self.temperature < float("inf"):
-            problems.append(f"temperature is {self.temperature}, must be at least 0")
-        if self.top_k is not None and self.top_k < 1:
-            problems.append(f"top_k is {self.top_k}, must be at least 1; leave it out for all")
-        if not 0 < self.top_p <= 1:
-            problems.append(f"top_p is {self.top_p}, must be above 0 and at most 1")
-        if not 0 <= self.seed < 1 << 63:
-            problems.append(f"seed is {self.seed}, must be from 0 to 2^63 - 1")
+        checks = {
+            "temperature": (0 <= self.temperature < math.inf, "at least 0 and finite"),
+            "top_k": (self.top_k is None or self.top_k >= 1, "at least 1; leave it out for all"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),
+            "repetition_penalty": (1e-3 <= self.repetition_penalty <= 1e3, "from 0.001 to 1000"),
+            "presence_penalty": (-2 <= self.presence_penalty <= 2, "from -2 to 2"),
+            "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "from -2 to 2"),
+            "seed": (0 <= self.seed < 1 << 63, "from 0 to 2^63 - 1"),
+        }
+        problems = [
+            f"{name} is {getattr(self, name)}, must be {allowed}"
+            for name, (is_good, allowed) in checks.items()
+            if not is_good
+        ]
+        problems += [
+            f"logit_bias of token {token} is {bias}, must be from -100 to 100"
+            for token, bias in self.logit_bias
+            if not -100 <= bias <= 100
+        ]
+        times = Counter(token for token, _ in self.logit_bias)
+        problems += [
+            f"logit_bias names token {token} {count} times; give each token one bias"
+            for token, count in times.items()
+            if count > 1
+        ]
         if problems:
             raise ConfigError("sampling", problems)
 
 
 class Sampler:
-    """Draws tokens; equal seeds and logits give equal tokens."""
+    """Draws the tokens of one request; equal settings and logits give equal tokens.
 
-    def __init__(self, config: SamplingConfig) -> None:
+    It remembers what it drew and lives as long as the request: one whose cache is dropped and
+    computed anew goes on with the same sampler, as if nothing had happened. Everything runs on
+    the CPU in float64, so that devices draw alike.
+    """
+
+    def __init__(self, config: SamplingConfig, num_tokens: int, prompt: Sequence[int] = ()) -> None:
+        """Ids below ``num_tokens`` can be drawn; others in ``prompt`` do not matter."""
+        if outside := [t for t, _ in config.logit_bias if not 0 <= t < num_tokens]:
+            raise InputError(
+                f"logit_bias names tokens {outside}; ids that can be drawn are from 0 to "
+                f"{num_tokens - 1}"
+            )
         self.config = config
+        self.num_tokens = num_tokens
         self._generator = torch.Generator().manual_seed(config.seed)
+        self._biased = torch.tensor([t for t, _ in config.logit_bias], dtype=torch.int64)
+        self._bias = torch.tensor([bias for _, bias in config.logit_bias], dtype=torch.float64)
+        self._seen: Tensor | None = None  # [V], tokens of prompt and output
+        self._counts: Tensor | None = None  # [V], how often each token was drawn
+        if config.repetition_penalty != 1:
+            known = torch.tensor([t for t in set(prompt) if t < num_tokens], dtype=torch.int64)
+            self._seen = torch.zeros(num_tokens, dtype=torch.bool)
+            self._seen[known] = True
+        if config.presence_penalty or config.frequency_penalty:
+            self._counts = torch.zeros(num_tokens, dtype=torch.int32)
 
     def draw(self, logits: Float[Tensor, " V"]) -> int:
-        """Pick the next token; the lowest id among equals comes first."""
+        """Pick the next token and remember it; the lowest id among equals comes first."""
+        assert len(logits) == self.num_tokens, f"{len(logits)} logits, not {self.num_tokens}"
+        scores = logits.to("cpu", torch.float64, copy=True)
+        check_logits(scores, "the next token")
+        token = self._pick(self._penalised(scores))
+        if self._seen is not None:
+            self._seen[token] = True
+        if self._counts is not None:
+            self._counts[token] += 1
+        return token
+
+    def _penalised(self, scores: Float[Tensor, " V"]) -> Float[Tensor, " V"]:
+        """Add the bias, then apply the penalties; may write to ``scores``."""
+        scores[self._biased] += self._bias
+        if self._seen is not None:
+            penalty = self.config.repetition_penalty
+            weaker = torch.where(scores > 0, scores / penalty, scores * penalty)
+            scores = torch.where(self._seen, weaker, scores)
+        if self._counts is not None:
+            scores -= self.config.frequency_penalty * self._counts
+            scores -= self.config.presence_penalty * (self._counts > 0)
+        return scores
+
+    def _pick(self, scores: Float[Tensor, " V"]) -> int:
+        best = scores.max()
         if self.config.temperature == 0:
-            return int((logits == logits.max()).nonzero()[0])
-        scores = logits.double().cpu()
-        scores = (scores - scores.max()) / self.config.temperature  # no overflow near 0
-        scores, order = scores.sort(descending=True, stable=True)
-        shares = keep(torch.softmax(scores, dim=0), self.config.top_k, self.config.top_p)
-        total = shares.cumsum(0)
+            return int((scores == best).nonzero()[0])
+        shares = torch.softmax((scores - best) / self.config.temperature, 0)  # no overflow near 0
+        ids = keep(shares, self.config)
+        total = shares[ids].cumsum(0)
         point = torch.rand(1, generator=self._generator, dtype=torch.float64) * total[-1]
         place = int(torch.searchsorted(total, point, right=True))
-        return int(order[min(place, len(order) - 1)])
+        return int(ids[min(place, len(ids) - 1)])
 
 
-def keep(shares: Float[Tensor, " V"], top_k: int | None, top_p: float) -> Float[Tensor, " kept"]:
-    """Cut descending probabilities to the first ``top_k``, then to those that reach ``top_p``."""
-    shares = shares[:top_k]
-    before = shares.cumsum(0) - shares
-    return shares[before < top_p * shares.sum()]
+def check_logits(logits: Float[Tensor, " V"], owner: str) -> None:
+    """Refuse a row of logits that is no distribution; ``owner`` is whose logits they are."""
+    best = logits.max()  # NaN where any logit is
+    if best.isfinite():
+        return
+    found = "-inf"
+    if best.isnan():
+        found = "NaN"
+    elif best > 0:
+        found = "+inf"
+    bad = (logits.isnan() if best.isnan() else logits == best).nonzero()
+    raise LogitsError(
+        f"the logits of {owner} hold {found} at {len(bad)} of {len(logits)} ids, first at "
+        f"{int(bad[0])}; they must be finite or, for some ids, -inf: this is a fault of the "
+        "checkpoint or of the program, not of the request"
+    )
+
+
+def keep(shares: Float[Tensor, " V"], config: SamplingConfig) -> Int64[Tensor, " kept"]:
+    """Ids, ascending, that min_p, top_k and top_p leave; of equals, the lowest ids stay."""
+    ids = ((shares > 0) & (shares >= config.min_p * shares.max())).nonzero().flatten()
+    if config.top_k is not None and config.top_k < len(ids):
+        ids = ids[_highest(shares[ids], config.top_k)]
+    if config.top_p < 1:
+        ids = ids[_fewest(shares[ids], config.top_p)]
+    return ids
+
+
+def _highest(shares: Float[Tensor, " kept"], count: int) -> Bool[Tensor, " kept"]:
+    """Which are the ``count`` largest."""
+    border = shares.topk(count, sorted=False).values.min()
+    chosen = shares > border
+    equal = (shares == border).nonzero().flatten()
+    chosen[equal[: count - int(chosen.sum())]] = True
+    return chosen
+
+
+def _fewest(shares: Float[Tensor, " kept"], part: float) -> Int64[Tensor, " fewer"]:
+    """Places, ascending, of the fewest largest ones that hold ``part`` of the sum.
+
+    One below (1 - part) / n of the sum has at least ``part`` before it and is out. Half of that
+    bound, safe from rounding, spares sorting a long tail.
+    """
+    total = shares.sum()
+    likely = (shares > (1 - part) * total / len(shares) / 2).nonzero().flatten()
+    held, order = shares[likely].sort(descending=True, stable=True)
+    count = 1 + int(torch.searchsorted(held.cumsum(0), part * total))
+    return likely[order[:count]].sort().values
