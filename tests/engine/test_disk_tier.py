@@ -99,6 +99,11 @@ def test_the_least_recently_used_record_makes_room(tmp_path):
         assert [key(n) in tier for n in range(5)] == [False, False, True, True, True]
         tier.put(key(5), record(5))
         assert [read(tier, n) for n in range(6)] == [False, False, True, False, True, True]
+        assert read(tier, 2)
+    for number in (6, 7):
+        fill(tmp_path, [number], slots=3)
+    with open_tier(tmp_path, slots=3) as tier:
+        assert [n for n in range(8) if read(tier, n)] == [2, 6, 7]
 
 
 @pytest.mark.parametrize("slots", [1, 63, 64, 65, 130])
@@ -272,7 +277,8 @@ def test_a_file_cut_short(tmp_path, caplog, size, left, warnings):
         assert all(read(tier, n) for n in range(4))
 
 
-def test_damage_while_open(tmp_path, caplog):
+@pytest.mark.parametrize("restart", [False, True])
+def test_damage_while_open(tmp_path, caplog, restart):
     with open_tier(tmp_path) as tier:
         tier.put(key(1), record(1))
         with (tmp_path / FILE_NAME).open("r+b") as file:
@@ -281,11 +287,20 @@ def test_damage_while_open(tmp_path, caplog):
         assert key(1) in tier
         assert tier.get(key(1)) is None
         assert key(1) not in tier
-        assert tier.get(key(1)) is None
-        tier.put(key(1), record(1))
-        assert tier.get(key(1)) == record(1)
+        if not restart:
+            put_and_read_all(tier)
+    if restart:
+        with open_tier(tmp_path) as tier:
+            assert len(tier) == 0
+            put_and_read_all(tier)
     (warning,) = caplog.messages
     assert f"record {key(1).hex()} is damaged; it is dropped" in warning
+
+
+def put_and_read_all(tier):
+    for number in range(tier.num_slots):
+        tier.put(key(number), record(number))
+    assert all(read(tier, number) for number in range(tier.num_slots))
 
 
 def test_one_key_in_two_slots(tmp_path):
@@ -326,6 +341,23 @@ def test_a_full_disk_stops_storing(tmp_path, caplog, monkeypatch):
         assert [read(tier, n) for n in range(4)] == [True, True, False, False]
         tier.put(key(2), record(2))
         assert read(tier, 2)
+
+
+def test_a_broken_disk_still_reads(tmp_path, caplog, monkeypatch):
+    def pwrite(file, data, start):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with open_tier(tmp_path) as tier:
+        for number in range(4):
+            tier.put(key(number), record(number))
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        for number in range(4, 8):
+            tier.put(key(number), record(number))
+        assert [read(tier, n) for n in range(8)] == [False] + [True] * 3 + [False] * 4
+    assert len(caplog.messages) == 1
+    monkeypatch.undo()
+    with open_tier(tmp_path) as tier:
+        assert [read(tier, n) for n in range(8)] == [True] * 4 + [False] * 4
 
 
 def test_a_failing_flush_is_reported(tmp_path, caplog, monkeypatch):
