@@ -22,6 +22,7 @@ from openv41.io.checkpoint_writer import (
     write_checkpoint,
 )
 from openv41.io.engram_map import token_map_for
+from openv41.io.engram_store import EngramPlacement, StoredTable, move_tables_out
 from openv41.io.hf_config import read_config, read_variant
 from openv41.io.shard_index import ShardSet
 from openv41.io.tensor_names import Variant, tensor_table
@@ -58,13 +59,18 @@ def load_model(
     numerics: NumericsConfig = NUMERICS["f32"],
     dtype: LoadDtype = "stored",
     device: torch.device | str = "cpu",
+    engram: EngramPlacement = "resident",
 ) -> CausalEncoderDecoder:
     """Load the text model; the tensors of other parts are checked but not read.
 
     "stored" keeps quantised weights as the file's codes and everything else in the file's dtype; a
     torch dtype makes every weight a float parameter (float32 holds every stored value exactly).
+    ``engram`` says where the Engram tables live: in the model, in host memory, or in their file,
+    from which only the rows that a step needs are read. All give the same bits.
     """
-    checkpoint = load_checkpoint(folder, numerics=numerics, dtype=dtype, device=device, carry=False)
+    checkpoint = load_checkpoint(
+        folder, numerics=numerics, dtype=dtype, device=device, engram=engram, carry=False
+    )
     return checkpoint.model
 
 
@@ -74,6 +80,7 @@ def load_checkpoint(
     numerics: NumericsConfig = NUMERICS["f32"],
     dtype: LoadDtype = "stored",
     device: torch.device | str = "cpu",
+    engram: EngramPlacement = "resident",
     carry: bool = True,
 ) -> Checkpoint:
     """Load the model with everything that ``save_checkpoint`` needs to write it back.
@@ -84,13 +91,18 @@ def load_checkpoint(
     source, config, variant = open_source(folder)
     plain = PLAIN_DTYPES[variant] if dtype == "stored" else dtype
     model = CausalEncoderDecoder(config, numerics, device="meta", dtype=plain)
+    has_codes = dtype == "stored" and variant == "released"
+    moved: set[str] = set()
+    if engram != "resident":
+        moved = move_tables_out(model, source, engram, None if has_codes else plain)
     filler = _Filler(model, device, keep_codes=dtype == "stored")
     carried = {}
     for weight in source.weights.values():
-        if weight.spec.ours is not None:
+        if weight.spec.ours is None:
+            if carry:
+                carried[weight.name] = read_whole(source, weight)
+        elif weight.spec.ours not in moved:
             filler.fill(source, weight)
-        elif carry:
-            carried[weight.name] = read_whole(source, weight)
     filler.finish()
     if config.engram and (folder / TOKENIZER_FILE).exists():
         model.set_token_map(token_map_for(folder, config))
@@ -210,6 +222,11 @@ class _ModelSource:
 
     def __init__(self, model: CausalEncoderDecoder, carried: Mapping[str, Rows]) -> None:
         self.state = model.state_dict()
+        self.tables = {
+            f"{name}.weight": module
+            for name, module in model.named_modules()
+            if isinstance(module, StoredTable)
+        }
         self.carried = carried
         self.stored = by_name(tensor_table(model.config))
         lost = [
@@ -229,6 +246,8 @@ class _ModelSource:
         spec = weight.spec
         if spec.ours is None:
             return slice_rows(self.carried[weight.name], weight, start, stop)
+        if spec.ours in self.tables:
+            return self.tables[spec.ours].stored_rows(start, stop)
         values, scales = self.state.get(spec.ours), None
         if values is None:
             stored = self.stored[weight.name]

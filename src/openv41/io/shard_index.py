@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from openv41.errors import CheckpointError
-from openv41.io.shards import Entry, ShardReader, problem_list
+from openv41.io.shards import Entry, MappedRows, ShardReader, problem_list
 from openv41.io.tensor_names import TensorSpec
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -48,6 +48,10 @@ class ShardSet:
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Read rows of a tensor, bytes as they are."""
         return self._readers[self.file_of[name]].read_rows(name, start, stop)
+
+    def map_rows(self, name: str) -> MappedRows:
+        """Map a tensor that stays in its file."""
+        return MappedRows(self.folder / self.file_of[name], name, self[name])
 
     def check(self, table: Sequence[TensorSpec]) -> None:
         """Compare names, dtypes and shapes with what the model needs, all in one error."""

@@ -1,11 +1,13 @@
 """Safetensors files, read strictly and written in place.
 
-Reading uses plain file reads, not memory maps: pages of a map count as memory of the process, and
-a checkpoint must load within its own size. Writing fixes the layout first and then takes rows of
-any tensor in any order, so that no more than a few rows are ever held.
+Loading uses plain file reads, not memory maps: pages of a map count as memory of the process, and
+a checkpoint must load within its own size. Only tensors that stay in their file are mapped. Writing
+fixes the layout first and then takes rows of any tensor in any order, so that no more than a few
+rows are ever held.
 """
 
 import json
+import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
+from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from openv41.errors import CheckpointError
@@ -99,6 +103,44 @@ class ShardReader:
         return raw.view(DTYPES[entry.dtype]).reshape(shape)
 
 
+class MappedRows:
+    """Rows of one tensor, read in any order from a memory map of its file.
+
+    A file that was removed, replaced or changed since is an error: the bytes of a file that became
+    shorter are gone, and touching them would end the process.
+    """
+
+    def __init__(self, path: Path, name: str, entry: Entry) -> None:
+        self._path, self._name = path, name
+        try:
+            with path.open("rb") as file:
+                self._identity = _identity(os.fstat(file.fileno()))
+                if os.fstat(file.fileno()).st_size < entry.offset + entry.num_bytes:
+                    raise self._changed()
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise CheckpointError(f"{path}: {name}: cannot map: {error.strerror}") from None
+        mapped.madvise(mmap.MADV_RANDOM)  # do not read 128 KiB around each row
+        flat = np.frombuffer(mapped, np.uint8, entry.num_bytes, entry.offset)
+        self._bytes = flat.reshape(entry.num_rows, entry.row_bytes)
+
+    def take(self, rows: Int64[np.ndarray, " rows"]) -> UInt8[np.ndarray, "rows size"]:
+        """Copy the bytes of these rows; other threads go on while pages come from the disk."""
+        try:
+            is_same = _identity(self._path.stat()) == self._identity
+        except OSError:
+            is_same = False
+        if not is_same:
+            raise self._changed()
+        return self._bytes.take(rows, axis=0)
+
+    def _changed(self) -> CheckpointError:
+        return CheckpointError(
+            f"{self._path}: {self._name}: the file was removed, replaced or changed while a model "
+            "reads from it; put it back, or load the model again"
+        )
+
+
 class ShardWriter:
     """A safetensors file of a fixed layout whose rows may arrive in any order."""
 
@@ -135,6 +177,10 @@ class ShardWriter:
                 assert not lost, f"{self.path}: bytes not written: {lost}"
                 self._file.flush()
                 os.fsync(self._file.fileno())
+
+
+def _identity(stat: os.stat_result) -> tuple[int, ...]:
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def _make_header(

@@ -1,9 +1,10 @@
 """Engram: a gated n-gram memory added to every residual stream. Report §2.4.2."""
 
-from typing import Unpack
+from typing import Protocol, Unpack, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from openv41 import ops
@@ -12,6 +13,14 @@ from openv41.layers.context import ForwardContext
 from openv41.layers.factory import Factory
 from openv41.layers.quantized_linear import QuantizedLinear, QuantizedTable
 from openv41.ngram_hash_constants import hash_constants
+
+
+@runtime_checkable
+class PrefetchingTable(Protocol):
+    """A table outside the model, in the place of the layer's own: its rows take time to come."""
+
+    def prefetch(self, rows: Int[Tensor, "T lookups"]) -> None:
+        """Start reading the rows that the next lookup asks for."""
 
 
 class Engram(nn.Module):
@@ -40,6 +49,7 @@ class Engram(nn.Module):
         self.wkv = QuantizedLinear(width, (streams + 1) * dim, numerics, **made)
         self.q_weight = nn.Parameter(torch.empty(streams, dim, **made))
         self.k_weight = nn.Parameter(torch.empty(streams, dim, **made))
+        self._rows_of: WeakKeyDictionary[ForwardContext, Tensor] = WeakKeyDictionary()
         constants = hash_constants(engram)[place]
         device = made.get("device") or "cpu"
         if torch.device(device).type == "meta":
@@ -48,12 +58,17 @@ class Engram(nn.Module):
             values = torch.tensor(getattr(constants, name), dtype=torch.int64, device=device)
             self.register_buffer(name, values, persistent=False)
 
+    def prefetch(self, ctx: ForwardContext) -> None:
+        """Let a table outside the model start reading, long before its layer's turn comes."""
+        if isinstance(self.table, PrefetchingTable) and ctx not in self._rows_of:
+            rows = self._rows_of[ctx] = self._hash(ctx)
+            self.table.prefetch(rows)
+
     def forward(self, x: Float[Tensor, "T N D"], ctx: ForwardContext) -> Float[Tensor, "T N D"]:
         """Look up the n-grams that end at each token and add them; image rows pass unchanged."""
-        assert ctx.recent_ids is not None, "the model must set recent_ids before its layers"
-        rows = ops.hash_ngrams(
-            ctx.recent_ids, self.multipliers, self.primes, self.offsets, ctx.pad_id
-        )
+        rows = self._rows_of.pop(ctx, None)
+        if rows is None:
+            rows = self._hash(ctx)
         rows = ctx.observe(f"layers.{self.layer}.engram_hash_ids", rows)
         found = self.table(rows, x.dtype).flatten(1)
         keys, value = self.wkv(found).split([x.shape[1] * x.shape[2], x.shape[2]], dim=-1)
@@ -70,3 +85,9 @@ class Engram(nn.Module):
             gate = gate.masked_fill(ctx.is_image[:, None], 0)
         gate = ctx.observe(f"layers.{self.layer}.engram_gate", gate)
         return ops.add_gated(x, gate, value)
+
+    def _hash(self, ctx: ForwardContext) -> Int[Tensor, "T lookups"]:
+        assert ctx.recent_ids is not None, "the model must set recent_ids before its layers"
+        return ops.hash_ngrams(
+            ctx.recent_ids, self.multipliers, self.primes, self.offsets, ctx.pad_id
+        )
