@@ -12,6 +12,7 @@ from openv41.cli.data import data_app
 from openv41.cli.fixture import fixture
 from openv41.cli.generate import generate
 from openv41.cli.plan import plan
+from openv41.cli.serve import serve
 from openv41.cli.tokenizer import tokenizer_app
 from openv41.cli.trace import trace
 from openv41.cli.train import train
@@ -74,6 +75,7 @@ app.command()(convert)
 app.command()(generate)
 app.command()(fixture)
 app.command()(plan)
+app.command()(serve)
 app.command()(trace)
 app.command()(train)
 app.command()(where)

@@ -1,0 +1,131 @@
+"""``openv41 serve``: a checkpoint behind an OpenAI-compatible HTTP API."""
+
+import importlib.util
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from openv41.cli.device import resolve_device
+from openv41.cli.trace import Numerics
+from openv41.cli.ui import note
+from openv41.engine.async_engine import AsyncEngine
+from openv41.engine.engine import Engine, EngineConfig
+from openv41.engine.paged_store import CacheConfig
+from openv41.errors import InputError
+from openv41.io.engram_store import EngramPlacement
+from openv41.model.prefill import PrefillMode
+
+if TYPE_CHECKING:
+    from openv41.server.limits import Limits
+
+EXTRA = ("fastapi", "prometheus_client", "pydantic", "uvicorn")
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+Checkpoint = Annotated[Path, typer.Argument(help="Folder of the checkpoint.")]
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
+Key = Annotated[str | None, typer.Option(help="What clients must send; without it, nothing.")]
+Name = Annotated[str | None, typer.Option(help="The model's name; else its folder's.")]
+Rounding = Annotated[Numerics | None, typer.Option(help="Where to round; else as it is stored.")]
+Device = Annotated[str, typer.Option(help="Where to run, such as cpu or cuda.")]
+Prefill = Annotated[PrefillMode, typer.Option(help="How much of the decoder a prompt needs.")]
+Engram = Annotated[EngramPlacement, typer.Option(help="Where the Engram tables are.")]
+Pages = Annotated[int, typer.Option(help="Pages of the cache, for 64 tokens each.")]
+CacheFolder = Annotated[Path | None, typer.Option(help="Keep prefixes here across restarts.")]
+Concurrency = Annotated[int, typer.Option(help="Sequences that are computed at once.")]
+Queue = Annotated[int, typer.Option(help="Sequences that may wait for that.")]
+PromptTokens = Annotated[int | None, typer.Option(help="Longest prompt; else what fits.")]
+OutputTokens = Annotated[int | None, typer.Option(help="Longest answer; else what fits.")]
+Choices = Annotated[int, typer.Option(help="Prompts times n of one request.")]
+Body = Annotated[int, typer.Option(help="Largest body of a request, in MiB.")]
+RequestSeconds = Annotated[float, typer.Option(help="Longest time of an answer.")]
+DrainSeconds = Annotated[float, typer.Option(help="Time to finish answers after a signal.")]
+
+
+def serve(
+    checkpoint: Checkpoint,
+    *,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    api_key: Key = None,
+    name: Name = None,
+    numerics: Rounding = None,
+    device: Device = "cpu",
+    prefill: Prefill = PrefillMode.EXACT,
+    engram: Engram = "resident",
+    pages: Pages = 1024,
+    cache_folder: CacheFolder = None,
+    max_concurrency: Concurrency = 16,
+    max_queue: Queue = 1024,
+    max_prompt_tokens: PromptTokens = None,
+    max_output_tokens: OutputTokens = None,
+    max_choices: Choices = 128,
+    max_body_mib: Body = 16,
+    request_seconds: RequestSeconds = 600.0,
+    drain_seconds: DrainSeconds = 30.0,
+) -> None:
+    """Serve a checkpoint until SIGTERM or Ctrl-C; running answers are finished first."""
+    _require_extra()
+    from openv41.server.limits import Limits  # noqa: PLC0415 -- an optional extra
+
+    limits = Limits(
+        max_prompt_tokens=max_prompt_tokens,
+        max_output_tokens=max_output_tokens,
+        max_choices=max_choices,
+        max_concurrency=max_concurrency,
+        max_queue=max_queue,
+        max_body_bytes=max_body_mib << 20,
+        request_seconds=request_seconds,
+        drain_seconds=drain_seconds,
+    )
+    config = EngineConfig(
+        cache=CacheConfig(num_pages=pages, max_requests=max_concurrency),
+        prefill=prefill,
+        engram=engram,
+        disk_folder=cache_folder,
+    )
+    rounding = None if numerics is None else numerics.value
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    engine = Engine.load(
+        checkpoint, config=config, numerics=rounding, device=resolve_device(device)
+    )
+    name = name or checkpoint.resolve().name
+    _serve(engine, name, limits, host=host, port=port, api_key=api_key)
+
+
+def _serve(
+    engine: Engine, name: str, limits: "Limits", *, host: str, port: int, api_key: str | None
+) -> None:
+    from openv41.server.app import make_service  # noqa: PLC0415 -- an optional extra
+    from openv41.server.backend import ServedModel  # noqa: PLC0415
+    from openv41.server.run import serve as serve_http  # noqa: PLC0415
+
+    config, cache = engine.model.config, engine.config.cache
+    model = ServedModel(
+        name=name,
+        tokenizer=engine.tokenizer,
+        bos_id=config.bos_token_id,
+        eos_id=config.eos_token_id,
+        max_length=min(config.max_position, cache.num_pages * cache.page_size),
+        created=int(time.time()),
+    )
+    service = make_service(AsyncEngine(engine), model, limits=limits, stats=engine.stats)
+    serve_http(
+        service,
+        host=host,
+        port=port,
+        api_key=api_key,
+        ready=lambda address: note(f"{name} is served at {address}/v1"),
+    )
+
+
+def _require_extra() -> None:
+    missing = [package for package in EXTRA if importlib.util.find_spec(package) is None]
+    if missing:
+        raise InputError(
+            f"openv41 serve needs {', '.join(missing)}, not installed here; "
+            "run pip install 'openv41[serve]'"
+        )

@@ -1,0 +1,95 @@
+"""What a request meets before anything is parsed: drain, key, size and time of its body."""
+
+import asyncio
+import hmac
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from openv41.server.errors import ApiError, error_response
+from openv41.server.lifecycle import Lifecycle
+from openv41.server.limits import Limits
+
+GUARDED = "/v1"
+
+
+class Guard:
+    """ASGI middleware: reads the whole body within its limits, then lets the request in."""
+
+    def __init__(
+        self, app: ASGIApp, *, limits: Limits, lifecycle: Lifecycle, api_key: str | None
+    ) -> None:
+        self._app = app
+        self._limits = limits
+        self._lifecycle = lifecycle
+        self._authorization = None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse, or pass the request on with its body in one piece."""
+        if scope["type"] != "http" or not scope["path"].startswith(GUARDED):
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._admit(Headers(scope=scope))
+            with self._lifecycle.work():
+                body = await self._read(receive)
+                if body is not None:
+                    await self._app(scope, _Replayed(body, receive), send)
+        except ApiError as error:
+            await error_response(error, {"Connection": "close"})(scope, receive, send)
+
+    def _admit(self, headers: Headers) -> None:
+        if self._lifecycle.draining:
+            raise ApiError(503, "the server is stopping; try another one", code="draining")
+        if self._authorization is not None:
+            given = headers.get("authorization", "").encode("latin-1")
+            if not hmac.compare_digest(given, self._authorization):
+                raise ApiError(
+                    401,
+                    "no valid API key; send it as 'Authorization: Bearer KEY'",
+                    code="invalid_api_key",
+                )
+        announced = headers.get("content-length", "0")
+        if announced.isdecimal() and int(announced[:18]) > 2 * self._limits.max_body_bytes:
+            raise self._too_large()
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        """Read the body; None for a client that left."""
+        limits = self._limits
+        body = bytearray()
+        try:
+            async with asyncio.timeout(limits.body_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    body += message.get("body", b"")
+                    # A little too much is read to its end, so that the client hears the refusal.
+                    if len(body) > 2 * limits.max_body_bytes:
+                        raise self._too_large()
+                    if not message.get("more_body", False):
+                        break
+        except TimeoutError:
+            text = f"the body did not arrive within {limits.body_seconds:g} s"
+            raise ApiError(408, text, code="body_timeout") from None
+        if len(body) > limits.max_body_bytes:
+            raise self._too_large()
+        return bytes(body)
+
+    def _too_large(self) -> ApiError:
+        text = f"the body is larger than {self._limits.max_body_bytes} bytes"
+        return ApiError(413, text, code="body_too_large")
+
+
+class _Replayed:
+    """A ``receive`` that gives the body once, then what the connection says."""
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self._body: bytes | None = body
+        self._receive = receive
+
+    async def __call__(self) -> Message:
+        if self._body is None:
+            return await self._receive()
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}

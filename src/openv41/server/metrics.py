@@ -1,0 +1,102 @@
+"""Figures for Prometheus: of the engine, read when asked, and of the requests."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from openv41.server.limits import Gate
+
+MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of the engine: its name in EngineStats and what it tells."""
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    about: str
+
+
+FIGURES = (
+    Figure("queued", "gauge", "Requests that wait in the engine."),
+    Figure("running", "gauge", "Requests that hold pages."),
+    Figure("pages_used", "gauge", "Pages in use."),
+    Figure("pages_free", "gauge", "Pages left."),
+    Figure("pages_cached", "gauge", "Pages in use that the prefix cache holds."),
+    Figure("prompt_tokens", "counter", "Prompt tokens taken in; rate() gives tokens per second."),
+    Figure("generated_tokens", "counter", "Tokens drawn; rate() gives tokens per second."),
+    Figure("prefix_hit_tokens", "counter", "Prompt tokens found in the prefix cache."),
+    Figure("prefill_rows", "counter", "Rows of prompts, each layer on its own."),
+    Figure("prefill_rows_skipped", "counter", "Those of them that no layer had to compute."),
+    Figure("preemptions", "counter", "Requests sent back to the queue for want of pages."),
+    Figure("engram_rows", "counter", "Engram rows read."),
+    Figure("engram_hits", "counter", "Engram rows that were there before they were needed."),
+    Figure("engram_bytes", "counter", "Bytes of Engram rows read."),
+    Figure("engram_stalls", "counter", "Steps that waited for Engram rows."),
+)
+
+
+class Metrics:
+    """A registry of its own: a process may hold several servers."""
+
+    def __init__(self, stats: Callable[[], object], gate: Gate) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(stats, gate))
+        self._requests = Counter(
+            "openv41_http_requests",
+            "Requests that came to an end; 'left' for clients that did not wait.",
+            ["endpoint", "status"],
+            registry=self._registry,
+        )
+        self._seconds = Histogram(
+            "openv41_http_request_seconds",
+            "From a request to the end of its answer.",
+            buckets=SECONDS,
+            registry=self._registry,
+        )
+        self.first_token = Histogram(
+            "openv41_time_to_first_token_seconds",
+            "From a request to the first token of each of its choices.",
+            buckets=SECONDS,
+            registry=self._registry,
+        )
+
+    def count(self, endpoint: str, status: str, seconds: float) -> None:
+        """Note the end of a request."""
+        self._requests.labels(endpoint, status).inc()
+        self._seconds.observe(seconds)
+
+    def text(self) -> bytes:
+        """All figures in Prometheus' format."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    """Reads the engine's figures at the moment of a scrape."""
+
+    def __init__(self, stats: Callable[[], object], gate: Gate) -> None:
+        self._stats = stats
+        self._gate = gate
+
+    def describe(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
+        """Nothing: registering need not read the engine."""
+        return ()
+
+    def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
+        """Yield every figure."""
+        waiting = "Sequences that wait before the engine."
+        yield GaugeMetricFamily("openv41_http_waiting", waiting, value=self._gate.waiting)
+        stats = self._stats()
+        for figure in FIGURES:
+            yield _family(figure, getattr(stats, figure.name))
+
+
+def _family(figure: Figure, value: int) -> CounterMetricFamily | GaugeMetricFamily:
+    family = CounterMetricFamily if figure.kind == "counter" else GaugeMetricFamily
+    return family(f"openv41_{figure.name}", figure.about, value=value)

@@ -1,0 +1,231 @@
+"""An answer on its way: it ends with its last token, its client, its time or the server."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from pydantic import BaseModel
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from openv41.engine.request import Event, FinishReason, Request
+from openv41.server.backend import Backend, ServedModel
+from openv41.server.errors import ApiError, as_api_error, error_json, error_response
+from openv41.server.formats import format_of
+from openv41.server.jobs import check_body, num_choices, plan_job
+from openv41.server.lifecycle import Lifecycle
+from openv41.server.limits import Gate, Limits
+from openv41.server.metrics import Metrics
+from openv41.server.schemas import Sampling
+
+logger = logging.getLogger(__name__)
+
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+LAST_WORDS_SECONDS = 1.0  # for a client to take the news of its own time-out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """What every answer needs."""
+
+    backend: Backend
+    model: ServedModel
+    limits: Limits
+    gate: Gate
+    lifecycle: Lifecycle
+    metrics: Metrics
+
+
+class Answering(Response):
+    """Answers a body while its client listens; a client that leaves ends it at once."""
+
+    def __init__(self, service: Service, body: Sampling, endpoint: str) -> None:
+        super().__init__()
+        self._service = service
+        self._asked = body
+        self._endpoint = endpoint
+        self._since = time.monotonic()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Work, and watch for the reasons to end before the work does."""
+        line = _Line(scope, receive, send)
+        work = asyncio.create_task(self._work(line))
+        gone = asyncio.create_task(_until_gone(receive))
+        halt = asyncio.create_task(self._service.lifecycle.halted.wait())
+        seconds = self._service.limits.request_seconds
+        try:
+            await asyncio.wait(
+                {work, gone, halt}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+            finished, left, halted = work.done(), gone.done(), halt.done()
+        finally:
+            await _cancel(work, gone, halt)
+        if finished:
+            error = work.exception()
+            if error is not None and not isinstance(error, Exception):
+                raise error
+        elif left:
+            logger.info("a client left %s after %.3g s", self._endpoint, self._age())
+            self._service.metrics.count(self._endpoint, "left", self._age())
+            return
+        elif halted:
+            error = ApiError(503, "the server is stopping; try another one", code="draining")
+        else:
+            error = ApiError(504, f"no answer within {seconds:g} s", code="request_timeout")
+        await self._finish(line, error)
+
+    async def _finish(self, line: "_Line", error: Exception | None) -> None:
+        status = 200
+        if error is not None:
+            refusal = as_api_error(error)
+            status = refusal.status
+            try:
+                async with asyncio.timeout(LAST_WORDS_SECONDS):
+                    await line.fail(refusal)
+            except TimeoutError:
+                logger.info("a client does not read what %s sends", self._endpoint)
+        self._service.metrics.count(self._endpoint, str(status), self._age())
+
+    def _age(self) -> float:
+        return time.monotonic() - self._since
+
+    async def _work(self, line: "_Line") -> None:
+        service, body = self._service, self._asked
+        check_body(body, service.model, service.limits)
+        with service.gate.admit(num_choices(body)):
+            job = await plan_job(body, service.model, service.limits)
+            form = format_of(body, job, service.model)
+            events: list[list[Event]] = [[] for _ in job.requests]
+            async with aclosing(self._events(job.requests)) as found:
+                async for index, event in found:
+                    form.count(index, event)
+                    if body.stream:
+                        opening = None if events[index] else form.opening(index)
+                        events[index] = [event]
+                        await line.say(opening, form.piece(index, event))
+                    else:
+                        events[index].append(event)
+            if body.stream:
+                await line.end(form.closing() if form.with_usage else None)
+            else:
+                await line.whole(form.whole(events))
+
+    async def _events(
+        self, requests: tuple[Request, ...]
+    ) -> AsyncGenerator[tuple[int, Event], None]:
+        """Run all requests at once and yield their events as they come."""
+        queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue()
+        tasks = [
+            asyncio.create_task(self._pump(index, request, queue))
+            for index, request in enumerate(requests)
+        ]
+        try:
+            running = len(tasks)
+            while running:
+                index, found = await queue.get()
+                if found is None:
+                    running -= 1
+                elif isinstance(found, Event):
+                    yield index, found
+                else:
+                    raise found
+        finally:
+            await _cancel(*tasks)
+
+    async def _pump(
+        self,
+        index: int,
+        request: Request,
+        queue: "asyncio.Queue[tuple[int, Event | Exception | None]]",
+    ) -> None:
+        """Bring one request's events into the queue, then None or what went wrong."""
+        service = self._service
+        last: Event | None = None
+        try:
+            async with service.gate.slot(), aclosing(_closable(service, request)) as events:
+                async for event in events:
+                    if last is None:
+                        service.metrics.first_token.observe(self._age())
+                    last = event
+                    _raise_if_broken(event)
+                    queue.put_nowait((index, event))
+            if last is None or last.finish_reason is None:
+                raise RuntimeError(f"the engine left request {index} unfinished: {last}")
+            queue.put_nowait((index, None))
+        except Exception as error:  # raised again by the one who reads the queue
+            queue.put_nowait((index, error))
+
+
+class _Line:
+    """The way to the client: a JSON body at once, or server-sent events."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
+        self._is_begun = False
+
+    async def whole(self, body: BaseModel) -> None:
+        """Send a whole answer."""
+        self._is_begun = True
+        data = body.model_dump_json(exclude_unset=True)
+        await Response(data, media_type="application/json")(self._scope, self._receive, self._send)
+
+    async def say(self, *pieces: BaseModel | None) -> None:
+        """Send pieces; the status line goes out with the first."""
+        texts = [p.model_dump_json(exclude_unset=True) for p in pieces if p is not None]
+        if texts:
+            await self._write("".join(f"data: {text}\n\n" for text in texts).encode())
+
+    async def end(self, closing: BaseModel | None) -> None:
+        """Send the last piece and the mark of the end."""
+        await self.say(closing)
+        await self._write(b"data: [DONE]\n\n", last=True)
+
+    async def fail(self, error: ApiError) -> None:
+        """Send an error: as the answer, or as an event where the answer has begun."""
+        if self._is_begun:
+            await self._write(b"data: " + error_json(error) + b"\n\n", last=True)
+        else:
+            await error_response(error)(self._scope, self._receive, self._send)
+
+    async def _write(self, data: bytes, *, last: bool = False) -> None:
+        if not self._is_begun:
+            self._is_begun = True
+            headers = [
+                (b"content-type", EVENT_STREAM.encode()),
+                (b"cache-control", b"no-store"),
+                (b"x-accel-buffering", b"no"),
+            ]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+
+
+async def _closable(service: Service, request: Request) -> AsyncGenerator[Event, None]:
+    """Give the engine's stream a close of its own, whatever kind of iterator it is."""
+    stream: AsyncIterator[Event] = service.backend.stream(request)
+    try:
+        async for event in stream:
+            yield event
+    finally:
+        if isinstance(stream, AsyncGenerator):
+            await stream.aclose()
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(*tasks: "asyncio.Task[object]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _raise_if_broken(event: Event) -> None:
+    if event.finish_reason is FinishReason.ERROR:
+        raise ApiError(500, f"the engine failed: {event.error}", code="internal_error")
+    if event.finish_reason is FinishReason.CANCELLED:
+        raise ApiError(503, "the engine gave the request up", code="cancelled")

@@ -1,0 +1,74 @@
+"""Models, health, metrics, and the schema."""
+
+from dataclasses import fields
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from openv41.engine.stats import EngineStats
+from openv41.server.metrics import FIGURES
+
+
+def figures(server):
+    answer = server.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    families = text_string_to_metric_families(answer.text)
+    return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+
+
+def test_models(client, server):
+    assert [model.id for model in client.models.list()] == ["echo"]
+    model = client.models.retrieve("echo")
+    assert (model.object, model.owned_by, model.created) == ("model", "openv41", 1)
+    assert server.get("/v1/models/echo").json()["max_model_len"] == 512
+
+
+def test_health(server):
+    answer = server.get("/health")
+    assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+
+
+def test_figures_of_the_engine(server):
+    found = figures(server)
+    pages = [found[f"openv41_pages_{kind}",] for kind in ("used", "free", "cached")]
+    assert pages == [3, 5, 2]
+    assert found["openv41_prefill_rows_skipped_total",] == 14
+    assert found["openv41_prefix_hit_tokens_total",] == 12
+    assert found["openv41_engram_stalls_total",] == 19
+    assert found["openv41_running",] == 0
+    names = {name for name, *_ in found}
+    for figure in FIGURES:
+        suffix = "_total" if figure.kind == "counter" else ""
+        assert f"openv41_{figure.name}{suffix}" in names
+
+
+def test_every_figure_of_the_engine_is_shown():
+    assert {figure.name for figure in FIGURES} == {field.name for field in fields(EngineStats)}
+
+
+def test_figures_of_requests(server):
+    before = figures(server)
+    server.post("/v1/completions", json={"prompt": "abc", "n": 2})
+    server.post("/v1/completions", json={"prompt": "abc", "max_tokens": 10_000})
+    after = figures(server)
+
+    def grew(*key):
+        return after[key] - before.get(key, 0)
+
+    assert grew("openv41_time_to_first_token_seconds_count") == 2
+    assert grew("openv41_http_request_seconds_count") == 2
+    assert grew("openv41_http_requests_total", "/v1/completions", "200") == 1
+    assert grew("openv41_http_requests_total", "/v1/completions", "400") == 1
+    assert after["openv41_http_waiting",] == 0
+
+
+def test_the_schema_names_every_route(server):
+    schema = server.get("/openapi.json").json()
+    assert set(schema["paths"]) == {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/models",
+        "/v1/models/{name}",
+        "/health",
+        "/metrics",
+    }
+    assert server.get("/docs").status_code == 404  # it would load scripts from elsewhere
