@@ -159,6 +159,18 @@ def test_a_token_does_not_depend_on_its_batch_when_deterministic():
         assert torch.equal(p[7:8], q), name
 
 
+def test_same_bits_with_and_without_a_gradient():
+    x, y, params = torch.randn(7, 4, 5), torch.randn(7, 5), parameters(4, 5)
+    found = []
+    for wants_gradient in (False, True):
+        x.requires_grad_(wants_gradient)
+        a, b, c = ops.predict_mix(x, *params, **EPS)
+        found.append([a, b, c, ops.mix_streams(x, a), ops.update_streams(x, y, b, c)])
+    for plain, recorded in zip(*found, strict=True):
+        assert (plain.requires_grad, recorded.requires_grad) == (False, True)
+        assert torch.equal(plain, recorded)
+
+
 def test_empty():
     a, b, c = ops.predict_mix(torch.zeros(0, 4, 3), *parameters(4, 3), **EPS)
     assert (a.shape, b.shape, c.shape) == ((0, 4), (0, 4, 4), (0, 4))

@@ -36,6 +36,17 @@ def test_matches_oracle(T, N, steps):
     assert_close("sinkhorn", got, reference(logits, steps, 1e-6), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("T", "N"), [(1, 4), (7, 3), (16, 4), (256, 4), (257, 4), (5, 9)])
+def test_same_bits_with_and_without_a_gradient(T, N, dtype):
+    """Without one, few tokens run on numpy."""
+    logits = torch.randn(T, N, N, dtype=dtype) * 4
+    plain = ops.doubly_stochastic(logits, 20, 1e-6)
+    recorded = ops.doubly_stochastic(logits.requires_grad_(), 20, 1e-6)
+    assert recorded.requires_grad
+    assert torch.equal(plain, recorded)
+
+
 @pytest.mark.parametrize("steps", [1, 2, 20])
 @pytest.mark.parametrize("spread", [1.0, 20.0])
 def test_backward_equals_autograd(steps, spread):

@@ -114,6 +114,30 @@ def test_rows_that_nobody_names_may_be_nan():
         assert leaf.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("T", [1, 3])
+def test_where_nothing_is_hidden_bias_does_no_work(T, dtype):
+    """Few queries that see all their keys skip the bias, with the same bits."""
+    q, window_kv, window_rows, main_kv, main_rows, sink, scale = case(T, H=3, K=5, dtype=dtype)
+    whole = [ops.plan_keys(rows.clamp(min=0)) for rows in (window_rows, main_rows)]
+    masked = [ops.Keys(keys.rows, keys.bias) for keys in whole]
+    assert [keys.is_whole for keys in whole + masked] == [True, True, False, False]
+    got, want = (
+        ops.sparse_attention(q, window_kv, near, main_kv, far, sink, scale)
+        for near, far in (whole, masked)
+    )
+    assert torch.equal(got, want)
+    q.requires_grad_()
+    assert torch.equal(
+        attend(q, window_kv, whole[0].rows, main_kv, whole[1].rows, sink, scale), got
+    )
+
+
+def test_one_absent_row_makes_a_plan_not_whole():
+    assert not ops.plan_keys(torch.tensor([[0, 1], [2, -1]])).is_whole
+    assert not ops.plan_keys(torch.tensor([[0, 1]]), deterministic=True).is_whole
+
+
 @pytest.mark.parametrize("sink", [0.5, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_query_without_keys_gives_zero_and_finite_gradients(dtype, sink):

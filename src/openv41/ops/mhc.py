@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from openv41.ops._dispatch import op
+from openv41.ops._dispatch import op, wants_gradient
 from openv41.ops.deterministic import VECTOR_ROWS, elementwise, fixed_rows
 from openv41.ops.linear import linear
 from openv41.ops.sinkhorn import doubly_stochastic
@@ -34,7 +34,12 @@ def predict_mix(
     """
     num = x.shape[1]
     flat = x.flatten(1).to(torch.promote_types(x.dtype, torch.float32))
-    mixes: Tensor = _NormedProjection.apply(flat, fn.to(flat.dtype), norm_eps, deterministic)
+    inputs = flat, fn.to(flat.dtype), norm_eps, deterministic
+    mixes: Tensor = (
+        _NormedProjection.apply(*inputs)
+        if wants_gradient(flat, fn)
+        else _normed_projection(*inputs)[0]
+    )
     return coefficients(mixes, base, scale, num, steps=steps, eps=eps, deterministic=deterministic)
 
 
@@ -49,16 +54,15 @@ def coefficients(
     deterministic: bool = False,
 ) -> tuple[Float[Tensor, "T N"], Float[Tensor, "T N N"], Float[Tensor, "T N"]]:
     """Turn raw mixes, in the order [A (N), C (N), B (N x N)], into coefficients A, B, C."""
-    sizes = [num, num, num * num]
-    spread = torch.cat([scale[i].expand(size) for i, size in enumerate(sizes)])
-    raw_a, raw_c, raw_b = (mixes * spread + base).split(sizes, dim=-1)
-    raw_b = raw_b.unflatten(-1, (num, num))
+    spread = torch.cat([scale[:2], scale[2:].expand(num)])[:, None]  # of the rows A, C, B's N
+    raw = mixes.view(-1, num + 2, num) * spread + base.view(-1, num)
+    raw_ac, raw_b = raw[:, :2], raw[:, 2:]
     if deterministic:
         comb = fixed_rows(raw_b, lambda b: doubly_stochastic(b, steps, eps), VECTOR_ROWS)
-        a, c = elementwise(raw_a, torch.sigmoid), elementwise(raw_c, torch.sigmoid)
+        a, c = elementwise(raw_ac, torch.sigmoid).unbind(1)
     else:
         comb = doubly_stochastic(raw_b, steps, eps)
-        a, c = raw_a.sigmoid(), raw_c.sigmoid()
+        a, c = raw_ac.sigmoid().unbind(1)
     return a + eps, comb.transpose(1, 2), 2 * c
 
 
@@ -69,7 +73,8 @@ def mix_streams(x: Float[Tensor, "T N D"], a: Float[Tensor, "T N"]) -> Float[Ten
     Accumulates in at least float32 (float64 stays); the result has the dtype of ``x``.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    mixed: Tensor = _Mix.apply(x.to(wide), a.to(wide))
+    parts = x.to(wide), a.to(wide)
+    mixed: Tensor = _Mix.apply(*parts) if wants_gradient(*parts) else _mixed(*parts)
     return mixed.to(x.dtype)
 
 
@@ -85,7 +90,9 @@ def update_streams(
     """Write a block output back into the streams: X' = B X + C y, Eq. (6)."""
     wide = torch.promote_types(x.dtype, torch.float32)
     parts = (x.to(wide), y.to(wide), b.to(wide), c.to(wide))
-    new: Tensor = _added_in_order(*parts) if deterministic else _Update.apply(*parts)
+    if deterministic:
+        return _added_in_order(*parts).to(x.dtype)
+    new: Tensor = _Update.apply(*parts) if wants_gradient(*parts) else _updated(*parts)
     return new.to(x.dtype)
 
 
@@ -104,16 +111,20 @@ def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(t.split(TOKENS_AT_ONCE) for t in tensors), strict=True)
 
 
+def _mixed(x: Tensor, a: Tensor) -> Tensor:
+    out = x.new_empty(x.shape[0], x.shape[2])
+    for x_, a_, out_ in _pieces(x, a, out):
+        torch.sum(x_ * a_[..., None], dim=1, out=out_)
+    return out
+
+
 class _Mix(torch.autograd.Function):
     """out[t] = sum_n a[t, n] x[t, n]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, a: Tensor) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(x, a)
-        out = x.new_empty(len(x), x.shape[2])
-        for x_, a_, out_ in _pieces(x, a, out):
-            torch.sum(x_ * a_[..., None], dim=1, out=out_)
-        return out
+        return _mixed(x, a)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401
@@ -126,16 +137,20 @@ class _Mix(torch.autograd.Function):
         return grad_x, grad_a
 
 
+def _updated(x: Tensor, y: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    out = x.new_empty(x.shape)
+    for x_, y_, b_, c_, out_ in _pieces(x, y, b, c, out):
+        torch.addcmul(torch.bmm(b_, x_), c_[..., None], y_[:, None], out=out_)
+    return out
+
+
 class _Update(torch.autograd.Function):
     """out[t, m] = sum_n b[t, m, n] x[t, n] + c[t, m] y[t]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, b: Tensor, c: Tensor) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(x, y, b, c)
-        out = x.new_empty(x.shape)
-        for x_, y_, b_, c_, out_ in _pieces(x, y, b, c, out):
-            torch.addcmul(torch.bmm(b_, x_), c_[..., None], y_[:, None], out=out_)
-        return out
+        return _updated(x, y, b, c)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
@@ -149,15 +164,23 @@ class _Update(torch.autograd.Function):
         return grads
 
 
+def _normed_projection(
+    x: Tensor, weight: Tensor, eps: float, deterministic: bool
+) -> tuple[Tensor, Tensor]:
+    """(x W^T) / rms(x), and 1 / rms(x)."""
+    out, inverse = x.new_empty(x.shape[0], weight.shape[0]), x.new_empty(x.shape[0], 1)
+    for x_, out_, inverse_ in _pieces(x, out, inverse):
+        torch.rsqrt(x_.square().mean(-1, keepdim=True) + eps, out=inverse_)
+        torch.mul(linear(x_, weight, deterministic=deterministic), inverse_, out=out_)
+    return out, inverse
+
+
 class _NormedProjection(torch.autograd.Function):
     """(x W^T) / rms(x), with the gradient in closed form."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, deterministic: bool) -> Tensor:  # noqa: ANN401
-        out, inverse = x.new_empty(len(x), len(weight)), x.new_empty(len(x), 1)
-        for x_, out_, inverse_ in _pieces(x, out, inverse):
-            torch.rsqrt(x_.square().mean(-1, keepdim=True) + eps, out=inverse_)
-            torch.mul(linear(x_, weight, deterministic=deterministic), inverse_, out=out_)
+        out, inverse = _normed_projection(x, weight, eps, deterministic)
         ctx.save_for_backward(x, weight, inverse, out)
         return out
 

@@ -2,11 +2,15 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from openv41.ops._dispatch import op
+from openv41.ops._dispatch import op, wants_gradient
+
+FEW_NUMBERS = 4096  # up to here a call of torch costs more than the arithmetic in it
+SAME_SUMS = 4  # up to here torch and numpy add in the same order
 
 
 @op
@@ -18,8 +22,27 @@ def doubly_stochastic(
     The first row step is a softmax plus eps; every other divides by (sum + eps). The gradient
     walks the steps back exactly.
     """
+    if _runs_on_numpy(logits):
+        return _balance_few(logits, steps, eps)
     result: Tensor = _Sinkhorn.apply(logits, steps, eps)
     return result
+
+
+def _runs_on_numpy(logits: Tensor) -> bool:
+    is_small = logits.numel() <= FEW_NUMBERS and logits.shape[1] <= SAME_SUMS
+    is_plain = logits.device.type == "cpu" and not torch.compiler.is_compiling()
+    return is_small and is_plain and not wants_gradient(logits)
+
+
+def _balance_few(logits: Float[Tensor, "T N N"], steps: int, eps: float) -> Float[Tensor, "T N N"]:
+    """The steps of ``_Sinkhorn`` on numpy arrays, same bits: a call costs a third of torch's."""
+    soft = logits.detach().softmax(2).permute(1, 2, 0).contiguous()  # [N, N, T]
+    mix = soft.numpy() + eps
+    for step in range(2 * steps - 1):
+        divisor = np.add.reduce(mix, axis=step % 2, keepdims=True)
+        divisor += eps
+        mix /= divisor
+    return torch.from_numpy(mix).permute(2, 0, 1).contiguous()
 
 
 class _Sinkhorn(torch.autograd.Function):

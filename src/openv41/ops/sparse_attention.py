@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from openv41.ops._dispatch import op
+from openv41.ops._dispatch import op, wants_gradient
 from openv41.ops.deterministic import TILE_ROWS, TILE_WIDTH, whole_tiles
 
 QUERIES_AT_ONCE = 512  # queries whose gathered keys are held at one time
@@ -20,11 +20,13 @@ NO_SINK = -1e30  # stands for a sink of -inf, so that a query without keys gives
 class Keys(NamedTuple):
     """Rows that bands of neighbouring queries read together, and what each query sees of them.
 
-    ``bias`` is added to a query's scores: 0 shows a row, -inf hides it.
+    ``bias`` is added to a query's scores: 0 shows a row, -inf hides it. ``is_whole`` says that
+    every query sees every row, so that neither bias nor absent rows need any work.
     """
 
     rows: Int[Tensor, "B S"]  # -1 is none
     bias: Float[Tensor, "B band S"]  # queries of a band; the last band may be padded
+    is_whole: bool = False
 
 
 def plan_keys(rows: Int[Tensor, "T K"], *, deterministic: bool = False) -> Keys:
@@ -38,7 +40,9 @@ def plan_keys(rows: Int[Tensor, "T K"], *, deterministic: bool = False) -> Keys:
         rows = F.pad(rows, (0, -rows.shape[1] % TILE_WIDTH), value=-1)
     count, listed = rows.shape
     alone = Keys(rows, torch.where(rows >= 0, 0.0, -torch.inf)[:, None])
-    if deterministic or count < BAND or listed == 0:
+    if not deterministic and count < BAND:
+        return alone._replace(is_whole=not bool((rows < 0).any()))
+    if deterministic or listed == 0:
         return alone
     bands = F.pad(rows, (0, 0, 0, -count % BAND), value=-1).unflatten(0, (-1, BAND))
     seen = bands >= 0  # [B, band, K]
@@ -84,8 +88,11 @@ def sparse_attention(  # noqa: PLR0917 -- two stores with their keys
             whole_tiles(main_kv),
         )
         sink = F.pad(sink, (0, -heads % TILE_ROWS))
-    result: Tensor = _SparseAttention.apply(
-        q, window_kv, main_kv, sink, *window_keys, *main_keys, scale
+    stores = (window_kv, main_kv)
+    result: Tensor = (
+        _SparseAttention.apply(q, *stores, sink, *window_keys[:2], *main_keys[:2], scale)
+        if wants_gradient(q, *stores, sink)
+        else _attended(q, stores, sink, (window_keys, main_keys), scale)
     )
     return result[:, :heads, :width] if deterministic else result
 
@@ -96,14 +103,24 @@ class _Part(NamedTuple):
     kv: Float[Tensor, "B S C"]
     rows: Int[Tensor, "B S"]
     bias: Float[Tensor, "B band S"]
+    is_whole: bool
 
     def products(self, x: Float[Tensor, "T H C"]) -> Float[Tensor, "T H S"]:
         """Dot products with the keys."""
-        return (self._banded(x) @ self.kv.mT).view(*x.shape[:2], self.kv.shape[1])
+        return torch.bmm(self._banded(x), self.kv.mT).view(*x.shape[:2], self.kv.shape[1])
+
+    def scores(self, q: Float[Tensor, "T H C"], scale: float, into: Float[Tensor, "T H S"]) -> None:
+        """Write the scaled products, -inf where a row is hidden from a query."""
+        if self.is_whole:
+            torch.mul(self.products(q), scale, out=into)
+        else:
+            bias = self.bias.flatten(0, 1)[:, None].to(into.dtype)
+            torch.add(bias, self.products(q), alpha=scale, out=into)
 
     def sums(self, weights: Float[Tensor, "T H S"]) -> Float[Tensor, "T H C"]:
         """Weighted sums of the values."""
-        return (self._banded(weights) @ self.kv).view(*weights.shape[:2], self.kv.shape[2])
+        found = torch.bmm(self._banded(weights), self.kv)
+        return found.view(*weights.shape[:2], self.kv.shape[2])
 
     def outer(self, weights: Float[Tensor, "T H S"], x: Float[Tensor, "T H C"]) -> Tensor:
         """Sum over queries and heads of weight times x: [B, S, C]."""
@@ -111,7 +128,8 @@ class _Part(NamedTuple):
 
     def _banded(self, x: Tensor) -> Float[Tensor, "B rows _"]:
         """View the queries and heads of a band as its rows."""
-        return x.reshape(len(self.kv), self.bias.shape[1] * x.shape[1], x.shape[2])
+        bands, band = self.bias.shape[:2]
+        return x if band == 1 else x.reshape(bands, band * x.shape[1], x.shape[2])
 
 
 class _Tile(NamedTuple):
@@ -125,10 +143,11 @@ class _Tile(NamedTuple):
         widths = [part.kv.shape[1] for part in self.parts]
         scores = self.q.new_empty(*self.q.shape[:2], sum(widths) + 1)
         scores[..., -1] = sink.clamp(NO_SINK, -NO_SINK)
-        for part, into in zip(self.parts, scores[..., :-1].split(widths, dim=-1), strict=True):
-            bias = part.bias.flatten(0, 1)[:, None].to(scores.dtype)
-            torch.add(bias, part.products(self.q), alpha=scale, out=into)
-        return [*scores.softmax(-1)[..., :-1].split(widths, dim=-1)]
+        *places, _ = scores.split([*widths, 1], dim=-1)
+        for part, into in zip(self.parts, places, strict=True):
+            part.scores(self.q, scale, into)
+        *shares, _ = scores.softmax(-1).split([*widths, 1], dim=-1)
+        return shares
 
     def sums(self, weights: list[Tensor]) -> Float[Tensor, "T H C"]:
         """Weighted sums of the values of both parts."""
@@ -151,11 +170,14 @@ def _tiles(q: Tensor, stores: tuple[Tensor, Tensor], keys: tuple[Keys, Keys]) ->
 def _part(kv: Tensor, keys: Keys, start: int, stop: int, dtype: torch.dtype) -> _Part:
     band = keys.bias.shape[1]
     bands = slice(start // band, -(-stop // band))
-    rows, bias = keys.rows[bands], keys.bias[bands]
+    rows, bias, is_whole = keys
+    if len(rows) * band > stop - start:
+        rows, bias = rows[bands], bias[bands]
     if short := (stop - start) - len(rows) * band:  # the other part is banded, and padded
         rows = F.pad(rows, (0, 0, 0, short), value=-1)
         bias = F.pad(bias, (0, 0, 0, 0, 0, short), value=-torch.inf)
-    return _Part(_gather(kv, rows, dtype), rows, bias)
+        is_whole = False
+    return _Part(_gather(kv, rows, dtype, is_whole=is_whole), rows, bias, is_whole)
 
 
 def _whole_bands(x: Tensor, keys: tuple[Keys, Keys]) -> Tensor:
@@ -164,14 +186,26 @@ def _whole_bands(x: Tensor, keys: tuple[Keys, Keys]) -> Tensor:
     return F.pad(x, (0, 0) * (x.ndim - 1) + (0, short)) if short else x
 
 
-def _gather(kv: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+def _gather(kv: Tensor, rows: Tensor, dtype: torch.dtype, *, is_whole: bool) -> Tensor:
     """Read the rows of each band, as [B, S, C]; row -1 reads zeros, whatever the store holds."""
     if not len(kv) or not rows.numel():
         return kv.new_zeros(*rows.shape, kv.shape[-1], dtype=dtype)
+    if is_whole:
+        return kv.index_select(0, rows.flatten()).to(dtype).view(*rows.shape, kv.shape[-1])
     picked = kv.index_select(0, rows.clamp(min=0).flatten()).to(dtype)
     picked = picked.view(*rows.shape, kv.shape[-1])
     absent = rows < 0
     return picked.masked_fill_(absent[..., None], 0) if bool(absent.any()) else picked
+
+
+def _attended(
+    q: Tensor, stores: tuple[Tensor, Tensor], sink: Tensor, keys: tuple[Keys, Keys], scale: float
+) -> Float[Tensor, "T H C"]:
+    outputs = [
+        _attend(tile, tile.probabilities(sink.to(tile.q.dtype), scale), q.dtype)
+        for tile in _tiles(q, stores, keys)
+    ]
+    return torch.cat(outputs)[: len(q)] if outputs else torch.empty_like(q)
 
 
 class _SparseAttention(torch.autograd.Function):
@@ -181,11 +215,7 @@ class _SparseAttention(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Tensor:  # noqa: ANN401
         q, window_kv, main_kv, sink, *planned, scale = inputs
         keys = Keys(*planned[:2]), Keys(*planned[2:])
-        outputs = [q.new_empty(0, *q.shape[1:])]
-        for tile in _tiles(q, (window_kv, main_kv), keys):
-            probs = tile.probabilities(sink.to(tile.q.dtype), scale)
-            outputs += [_attend(tile, probs, q.dtype)]
-        out = torch.cat(outputs)[: len(q)]
+        out = _attended(q, (window_kv, main_kv), sink, keys, scale)
         ctx.save_for_backward(*inputs[:-1], out)
         ctx.scale = scale
         return out
