@@ -119,6 +119,24 @@ def test_inverse_undoes():
     assert_close("round trip", back, x, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(1, 64), (1, 8, 64), (7, 3, 42), (3, 32)])
+def test_same_with_and_without_a_gradient(shape, dtype, inverse):
+    """Without one, the rotation works inside one copy."""
+    x = torch.randn(shape, dtype=dtype)
+    before = x.clone()
+    table = ops.rope_table(torch.arange(shape[0]) * 99, ops.rope_frequencies(32, 10000.0))
+    plain = ops.rotate(x, table, inverse=inverse)
+    assert torch.equal(x, before)
+    recorded = ops.rotate(x.requires_grad_(), table, inverse=inverse)
+    assert recorded.requires_grad
+    eps = torch.finfo(dtype).eps
+    assert_close("rotate", plain, recorded.detach(), rtol=eps, atol=4 * eps)
+    strided = torch.cat([before, before], dim=-1)[..., : shape[-1]]
+    assert torch.equal(ops.rotate(strided, table, inverse=inverse), plain)
+
+
 @pytest.mark.parametrize("shape", [(0, 8), (0, 2, 8)])
 def test_empty(shape):
     table = ops.rope_table(torch.zeros(0, dtype=torch.int64), ops.rope_frequencies(4, 10.0))

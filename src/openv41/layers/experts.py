@@ -122,13 +122,13 @@ class MixtureOfExperts(nn.Module):
     ) -> Float[Tensor, "T D"]:
         """Sum of the chosen experts' weighted outputs, at least float32."""
         order, counts = ops.sort_by_expert(expert_ids, self.moe.num_experts)
+        used = [expert for expert, count in enumerate(counts) if count]
+        counts = [counts[expert] for expert in used]
         inputs = x.index_select(0, order // self.moe.top_k).split(counts)
-        used = [expert for expert, rows in enumerate(inputs) if len(rows)]
-        w1, w3, w2 = (
-            w.value(x.dtype).unbind(0) for w in (self.experts.w1, self.experts.w3, self.experts.w2)
-        )
-        gate = [self._product(inputs[e], w1[e]) for e in used]
-        up = [self._product(inputs[e], w3[e]) for e in used]
+        stacks = (self.experts.w1, self.experts.w3, self.experts.w2)
+        w1, w3, w2 = (_pick(stack.value(x.dtype), used) for stack in stacks)
+        gate = [self._product(*pair) for pair in zip(inputs, w1, strict=True)]
+        up = [self._product(*pair) for pair in zip(inputs, w3, strict=True)]
         none = x.new_empty(0, self.moe.expert_dim)
         hidden = ops.clamped_swiglu(
             torch.cat([none, *gate]),
@@ -137,7 +137,7 @@ class MixtureOfExperts(nn.Module):
             weights.flatten()[order],
             deterministic=self.numerics.deterministic,
         ).split(counts)
-        down = [self._product(hidden[e], w2[e]) for e in used]
+        down = [self._product(*pair) for pair in zip(hidden, w2, strict=True)]
         return ops.combine(torch.cat([x.new_empty(0, x.shape[1]), *down]), order, self.moe.top_k)
 
     def _product(self, rows: Tensor, weight: Tensor) -> Tensor:
@@ -147,10 +147,14 @@ class MixtureOfExperts(nn.Module):
         )
 
 
+def _pick(stack: Float[Tensor, "E rows columns"], experts: list[int]) -> list[Tensor]:
+    """Views of some experts' weights; what records a gradient needs one node for the stack."""
+    each = stack.unbind(0) if torch.is_grad_enabled() else stack
+    return [each[expert] for expert in experts]
+
+
 def _count(chosen: Tensor, is_image: Tensor | None, num_experts: int) -> Int[Tensor, "2 E"]:
     """How many text and image tokens each expert got."""
-    kind = torch.zeros(len(chosen), 1, dtype=torch.int64, device=chosen.device)
     if is_image is not None:
-        kind = is_image[:, None].long()
-    flat = (chosen + kind * num_experts).flatten()
-    return torch.bincount(flat, minlength=2 * num_experts).view(2, -1)
+        chosen = chosen + is_image[:, None].long() * num_experts
+    return torch.bincount(chosen.flatten(), minlength=2 * num_experts).view(2, -1)

@@ -7,7 +7,6 @@ from torch.nn import functional as F  # noqa: N812
 
 from openv41.ops._dispatch import op
 from openv41.ops.deterministic import elementwise
-from openv41.ops.indexer import ids_of, keep_top_k
 from openv41.ops.linear import linear
 
 
@@ -41,7 +40,8 @@ def choose_experts(
     """
     steered = scores + bias
     steered = steered.nan_to_num(nan=torch.finfo(steered.dtype).min)
-    return ids_of(keep_top_k(steered, top_k), top_k)
+    best_first = steered.sort(dim=1, descending=True, stable=True).indices
+    return best_first[:, :top_k].sort(dim=1).values
 
 
 @op
@@ -72,5 +72,5 @@ def combine(outputs: Float[Tensor, "pairs D"], order: Int[Tensor, " pairs"], top
     """Undo ``order`` and sum each token's experts, in at least float32: [T, D]."""
     wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
     place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
+    place.scatter_(0, order, torch.arange(order.shape[0], device=order.device))
     return wide.index_select(0, place).view(-1, top_k, wide.shape[1]).sum(dim=1)

@@ -146,8 +146,8 @@ class _Tile(NamedTuple):
         *places, _ = scores.split([*widths, 1], dim=-1)
         for part, into in zip(self.parts, places, strict=True):
             part.scores(self.q, scale, into)
-        *shares, _ = scores.softmax(-1).split([*widths, 1], dim=-1)
-        return shares
+        near, far, _ = scores.softmax(-1).split([*widths, 1], dim=-1)
+        return [near, far]
 
     def sums(self, weights: list[Tensor]) -> Float[Tensor, "T H C"]:
         """Weighted sums of the values of both parts."""
