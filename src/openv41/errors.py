@@ -31,3 +31,7 @@ class DataError(OpenV41Error):
 
 class KernelUnavailableError(OpenV41Error, RuntimeError):
     """A fast kernel was required and cannot run on these inputs."""
+
+
+class OverloadedError(OpenV41Error, RuntimeError):
+    """The engine cannot take another request now; a later one may find room."""

@@ -6,6 +6,7 @@ import torch
 from openv41 import ops
 from openv41.layers.batch import Batch
 from openv41.layers.context import ForwardContext, frequencies
+from openv41.layers.store import Slot
 from tests.close import assert_close
 from tests.layers.mini import mini_model, random_ids
 
@@ -41,13 +42,14 @@ def test_entries_are_rotated_at_the_first_token_of_their_group(layer, entry):
     table = ops.rope_table(torch.tensor([6]), frequencies(attention.attn, ratio))
     plain = latent(attention, x, slice(6, 6 + ratio))
     want = ops.rotate(plain[None], table)[0]
-    assert_close("main KV", ctx.main_kv[layer][entry], want, rtol=1e-6, atol=1e-6)
+    entries = ctx.entry_rows(Slot("main", layer), ratio)
+    assert_close("main KV", entries[entry], want, rtol=1e-6, atol=1e-6)
     indexer = attention.indexer
     key = ops.rms_norm(indexer.wk.weight @ plain, indexer.k_norm.weight, 1e-20)
     want = ops.rotate(key[None], table)[0]
-    got = ctx.index_keys[layer][entry]
+    got = ctx.entry_rows(Slot("index", layer), ratio)[entry]
     assert_close("index key", got, want, rtol=1e-6, atol=1e-6)
-    late = ops.rms_norm(indexer.wk.weight @ ctx.main_kv[layer][entry], indexer.k_norm.weight, 1e-20)
+    late = ops.rms_norm(indexer.wk.weight @ entries[entry], indexer.k_norm.weight, 1e-20)
     assert (ops.rotate(late[None], table)[0] - got).abs().max() > 1e-3, "key of the rotated latent"
 
 
@@ -55,7 +57,8 @@ def test_only_complete_groups_become_entries():
     for length in range(6):
         attention, x, ctx = prepared(FULL_RATIO_2, length)
         attention(x, ctx)
-        assert len(ctx.main_kv[FULL_RATIO_2]) == len(ctx.index_keys[FULL_RATIO_2]) == length // 2
+        for kind in ("main", "index"):
+            assert len(ctx.entry_rows(Slot(kind, FULL_RATIO_2), 2)) == length // 2
 
 
 def test_ratio_1_has_no_gate():

@@ -9,7 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 from openv41.config import NUMERICS
 from openv41.layers.batch import Batch
 from openv41.layers.probe import CHOICES, Probe
-from openv41.layers.store import Slot
+from openv41.layers.store import Slot, Spans
 from openv41.model.cache import DenseStore
 from tests.close import assert_close
 from tests.layers.mini import mini_model
@@ -94,7 +94,9 @@ class Session:
         """All stored rows of a request."""
         length, store = self.store.length(request), self.store
         return {
-            f"stored {slot.kind} {slot.layer}": store.read(request, slot, 0, rows).clone()
+            f"stored {slot.kind} {slot.layer}": store.read(
+                slot, Spans((request,), (0,), (rows,))
+            ).clone()
             for slot, rows in slots(self.model.config, length).items()
         }
 

@@ -5,7 +5,7 @@ import torch
 
 from openv41.errors import InputError
 from openv41.layers.batch import Batch
-from openv41.layers.store import KVStore, Slot
+from openv41.layers.store import KVStore, Slot, Spans
 from openv41.model.cache import DenseStore
 from tests.layers.mini import random_ids
 from tests.model.mini import Session, alone, arm_model, assert_same, slots
@@ -86,7 +86,7 @@ def test_main_and_index_rows_count_complete_groups():
     for position, token in enumerate(IDS[:5], start=1):
         session.step({0: [token]})
         for slot, rows in slots(model.config, position).items():
-            assert session.store._lengths[0][slot] == rows, slot
+            assert session.store._bounds[0][slot] == (0, rows), slot
 
 
 def test_errors():
@@ -109,18 +109,45 @@ def test_errors():
         model(far)
 
 
-def test_a_gap_and_a_missing_row_are_internal_errors():
-    store, slot = DenseStore((0,)), Slot("window", 0)
-    store.write(0, slot, 0, torch.ones(2, 3))
+def put(store, slot, first, rows):
+    store.write(slot, Spans((0,), (first,), (first + len(rows),)), rows, rows)
+
+
+def get(store, slot, first, stop):
+    return store.read(slot, Spans((0,), (first,), (stop,)))
+
+
+def test_a_gap_of_entries_and_a_missing_row_are_internal_errors():
+    store, slot = DenseStore((1,)), Slot("main", 0)
+    put(store, slot, 0, torch.ones(2, 3))
     with pytest.raises(AssertionError, match="row 3 leaves a gap"):
-        store.write(0, slot, 3, torch.ones(1, 3))
-    with pytest.raises(AssertionError, match="rows up to 3 asked, 2 written"):
-        store.read(0, slot, 1, 3)
+        put(store, slot, 3, torch.ones(1, 3))
+    with pytest.raises(AssertionError, match="rows 1 to 3 asked, 0 to 2 are there"):
+        get(store, slot, 1, 3)
+
+
+def test_a_window_begins_anew_behind_a_gap():
+    store, slot = DenseStore((0,)), Slot("window", 0)
+    put(store, slot, 0, torch.ones(2, 3))
+    put(store, slot, 5, torch.full((3, 3), 2.0))
+    assert store.rows_before(slot, (0, 1), (7, 7)) == (2, 0)
+    assert store.rows_before(slot, (0,), (4,)) == (0,)
+    assert torch.equal(get(store, slot, 5, 8), torch.full((3, 3), 2.0))
+    with pytest.raises(AssertionError, match="rows 4 to 8 asked, 5 to 8 are there"):
+        get(store, slot, 4, 8)
+
+
+def test_picked_rows_are_those_of_reading_everything():
+    store, slot = DenseStore((1,)), Slot("main", 0)
+    spans = Spans((4, 2), (0, 0), (5, 3))
+    rows = torch.randn(8, 2)
+    store.write(slot, spans, rows, rows)
+    assert torch.equal(store.pick(slot, spans, torch.tensor([7, 0, 5, 5])), rows[[7, 0, 5, 5]])
 
 
 def test_growth_keeps_rows():
     store, slot = DenseStore((0,)), Slot("window", 0)
     rows = torch.randn(300, 2)
     for first in range(0, 300, 7):
-        store.write(0, slot, first, rows[first : first + 7])
-    assert torch.equal(store.read(0, slot, 0, 300), rows)
+        put(store, slot, first, rows[first : first + 7])
+    assert torch.equal(get(store, slot, 0, 300), rows)

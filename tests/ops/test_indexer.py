@@ -116,7 +116,7 @@ def test_no_queries():
     empty = torch.zeros(0, 5, dtype=torch.bool)
     assert ops.select_top_k(torch.zeros(0, 5), empty, 3).shape == (0, 3)
     none = torch.zeros(0, dtype=torch.int64)
-    assert ops.choose_candidates(torch.zeros(0, 5), none, 2, 4).shape == (0, 5)
+    assert ops.choose_candidates(torch.zeros(0, 5), none, 2, 4).shape == (0, 2)
 
 
 @pytest.mark.parametrize("levels", [3, 1000])
@@ -126,7 +126,7 @@ def test_no_queries():
 def test_candidates_match_oracle(M, size, blocks, levels):
     scores = torch.randint(0, levels, (M + 1, M)).float()
     visible = torch.arange(M + 1)
-    got = ops.choose_candidates(scores, visible, blocks, size)
+    got = ops.pool_mask(ops.choose_candidates(scores, visible, blocks, size), M, size)
     for t in range(M + 1):
         want = oracle.candidate_mask(scores[t].numpy().copy(), t, size, blocks)
         np.testing.assert_array_equal(got[t, :t].numpy(), want[:t], f"visible {t}")
@@ -136,13 +136,39 @@ def test_newest_block_is_pinned_and_takes_a_place_on_paper():
     """Blocks of 2 score 9, 8, 7, 1; entry 6 is the newest visible one."""
     scores = torch.tensor([[9.0, 0, 8, 0, 7, 0, 1, 99]])
     pool = ops.choose_candidates(scores, torch.tensor([7]), 2, 2)
-    assert pool[0, :7].tolist() == [True, True, False, False, False, False, True]
+    assert pool.tolist() == [[0, 3]]
+    marks = ops.pool_mask(pool, 7, 2)
+    assert marks[0].tolist() == [True, True, False, False, False, False, True]
 
 
 def test_nothing_visible_pins_nothing():
     pool = ops.choose_candidates(torch.ones(1, 6), torch.tensor([0]), 2, 2)
-    allowed = pool & visible_mask([0], 6)
-    assert not allowed.any()
+    assert pool.tolist() == [[-1, -1]]
+    assert not ops.pool_mask(pool, 6, 2).any()
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_pools_and_their_masks_are_inverse(size):
+    marks = torch.rand(9, 5) < 0.4
+    mask = marks.repeat_interleave(size, 1)[:, : 5 * size - size // 2]
+    pools = ops.mask_pool(mask, size)
+    assert torch.equal(ops.pool_mask(pools, mask.shape[1], size), mask)
+    for row, pool in zip(marks, pools, strict=True):
+        blocks = row.nonzero().flatten().tolist()
+        assert pool.tolist() == blocks + [-1] * (pools.shape[1] - len(blocks))
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_merged_pools_hold_each_querys_own_blocks(queries):
+    marks = torch.rand(4, queries, 7) < 0.3
+    pools = ops.mask_pool(marks.flatten(0, 1), 1).unflatten(0, (4, queries))
+    blocks, own = ops.merge_pools(pools, 7)
+    for b in range(4):
+        union = [i for i in range(7) if marks[b, :, i].any()]
+        assert [i for i in blocks[b].tolist() if i >= 0] == union
+        for t in range(queries):
+            mine = blocks[b][own[b, t]].tolist()
+            assert mine == [i for i in range(7) if marks[b, t, i]]
 
 
 def test_visibility_formula():

@@ -14,6 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from openv41.errors import InputError
+from openv41.layers.store import Spans
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,34 @@ class Batch:
         """Absolute position behind each request's last new token."""
         return tuple(s + n for s, n in zip(self.starts, self.counts, strict=True))
 
+    @property
+    def spans(self) -> Spans:
+        """Positions of the new tokens."""
+        return Spans(self.requests, self.starts, self.stops)
+
+    def part(
+        self, firsts: Sequence[int], stops: Sequence[int]
+    ) -> tuple["Batch", Int[Tensor, " rows"]]:
+        """The tokens whose positions lie in each request's range, and their rows here."""
+        starts = [
+            min(max(f, s), e) for f, s, e in zip(firsts, self.starts, self.stops, strict=True)
+        ]
+        ends = [max(min(f, e), s) for f, s, e in zip(stops, starts, self.stops, strict=True)]
+        begin = [r + s - t for r, s, t in zip(self.first_rows, starts, self.starts, strict=True)]
+        counts = [e - s for s, e in zip(starts, ends, strict=True)]
+        parts = [torch.arange(b, b + n) for b, n in zip(begin, counts, strict=True)]
+        rows = torch.cat([torch.empty(0, dtype=torch.int64), *parts]).to(self.device)
+        return Batch(self.token_ids[rows], self.requests, tuple(starts), tuple(counts)), rows
+
+    @property
+    def first_rows(self) -> list[int]:
+        """Row of each request's first new token."""
+        return [0, *accumulate(self.counts)][:-1]
+
     @cached_property
     def positions(self) -> Int[Tensor, " T"]:
         """Absolute position of each token in its request."""
-        first_rows = [0, *accumulate(self.counts)][:-1]
-        shift = [s - r for s, r in zip(self.starts, first_rows, strict=True)]
+        shift = [s - r for s, r in zip(self.starts, self.first_rows, strict=True)]
         return torch.arange(len(self.token_ids), device=self.device) + self.per_token(shift)
 
     def per_token(self, per_request: Sequence[int]) -> Int[Tensor, " T"]:

@@ -1,9 +1,10 @@
 """What the layers of one forward share: positions, contexts, selections. Report §2.2, §2.3.1."""
 
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
-from jaxtyping import Bool, Complex, Float, Int
+from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
 from openv41 import ops
@@ -11,9 +12,31 @@ from openv41.config import AttentionConfig
 from openv41.layers.batch import Batch
 from openv41.layers.geometry import Entries, Segment, lookback_rows, segments
 from openv41.layers.probe import Probe
-from openv41.layers.store import KVStore, Slot
+from openv41.layers.store import KVStore, Slot, Spans
 
 PAIRS_AT_ONCE = 1 << 18  # query-entry pairs scored in one piece
+
+
+@dataclass
+class Work:
+    """What layers did, counted where they do it."""
+
+    entries_scored: dict[int, int] = field(default_factory=dict)  # by index source
+    entries_read: dict[int, int] = field(default_factory=dict)  # by layer that attends
+
+
+@dataclass
+class Selection:
+    """Main-KV rows that queries read: all that are needed, and which of them each query lists."""
+
+    kv: Float[Tensor, "M C"]
+    rows: Int[Tensor, "T K"]  # -1 is none
+    deterministic: bool
+
+    @cached_property
+    def keys(self) -> ops.Keys:
+        """How to read the rows."""
+        return ops.plan_keys(self.rows, deterministic=self.deterministic)
 
 
 class ForwardContext:
@@ -41,29 +64,40 @@ class ForwardContext:
         self._entries: dict[int, Entries] = {}
         self._ropes: dict[tuple[str, bool], Tensor] = {}
         self._segments: dict[int, list[Segment]] = {}
-        self.main_kv: dict[int, Float[Tensor, "M C"]] = {}  # by kv source
-        self.index_keys: dict[int, Float[Tensor, "M J"]] = {}  # by kv source
-        self.main_keys: dict[int, ops.Keys] = {}  # by index source
-        self.candidates: Bool[Tensor, "T M"] | None = None
-        self.is_image: Bool[Tensor, " T"] | None = None
+        self._windows: dict[tuple[int, ...], ops.Keys] = {}
+        self._orders: dict[tuple[int, ...], Tensor] = {}
+        self._all_rows: dict[Slot, Tensor] = {}  # of slots that somebody reads whole
+        self.selections: dict[int, Selection] = {}  # by index source
+        self.candidates: Int[Tensor, "T blocks"] | None = None  # block ids, ascending, then -1
+        self.is_image: Tensor | None = None
         self.recent_ids: Int[Tensor, "T reach"] | None = None  # compressed, newest first
+        self.engram_rows: dict[int, Int[Tensor, "T lookups"]] = {}  # by layer, where prefetched
         self.pad_id = 0  # compressed id of the padding token
-        self.taps: list[Float[Tensor, "T D"]] = []  # stream means, inputs of the drafter
+        self.taps: list[tuple[Float[Tensor, "T D"], Batch]] = []  # stream means, for the drafter
         self.expert_counts: dict[int, Int[Tensor, "2 E"]] = {}  # by layer: text, image
+        self.work = Work()
+
+    def part(self, batch: Batch, rows: Int[Tensor, " rows"]) -> "ForwardContext":
+        """The context of some rows of this one, which ``batch`` describes."""
+        made = ForwardContext(
+            batch, self._attention, self.store, self._probe, deterministic=self.deterministic
+        )
+        made.pad_id, made.taps, made.work = self.pad_id, self.taps, self.work
+        made.expert_counts = self.expert_counts
+        for name in ("candidates", "is_image", "recent_ids"):
+            if (value := getattr(self, name)) is not None:
+                setattr(made, name, value[rows])
+        for source, chosen in self.selections.items():
+            made.selections[source] = replace(chosen, rows=chosen.rows[rows])
+        return made
 
     def observe(self, name: str, value: Tensor) -> Tensor:
         """Show a tensor to the probe, if there is one; go on with what it returns."""
         return value if self._probe is None else self._probe(name, value)
 
     def is_wanted(self, name: str) -> bool:
-        """Whether the probe keeps this tensor, which the forward could do without."""
-        return self._probe is not None and self._probe.wants(name)
-
-    @cached_property
-    def window_keys(self) -> ops.Keys:
-        """Rows of the window context that each token sees."""
-        rows = lookback_rows(self.batch, self._attention.window_size)
-        return ops.plan_keys(rows, deterministic=self.deterministic)
+        """Whether the probe keeps or replaces this tensor, which the forward could do without."""
+        return self._probe is not None and self._probe.wants_or_feeds(name)
 
     @cached_property
     def no_keys(self) -> ops.Keys:
@@ -94,53 +128,121 @@ class ForwardContext:
             self._ropes[key] = table
         return self._ropes[key]
 
-    def extend(self, slot: Slot, new: Tensor, *, reach: int | None = None) -> Tensor:
-        """Write a row per new token; return the context of the last ``reach`` positions each."""
-        keep = [min(start, (reach or 1) - 1) for start in self.batch.starts]
-        firsts = [start - k for start, k in zip(self.batch.starts, keep, strict=True)]
-        return self._extend(slot, new, self.batch.starts, self.batch.stops, firsts)
+    def window(
+        self, slot: Slot, new: Float[Tensor, "T C"], unrounded: Float[Tensor, "T C"]
+    ) -> tuple[Float[Tensor, "S C"], ops.Keys]:
+        """Write a row per new token; return the window context and what each token sees of it."""
+        reach = self._attention.window_size
+        past = self._past(slot, reach)
+        if past not in self._windows:
+            rows = lookback_rows(self.batch, reach, past)
+            self._windows[past] = ops.plan_keys(rows, deterministic=self.deterministic)
+        return self._with_past(slot, new, unrounded, past), self._windows[past]
 
-    def extend_entries(self, slot: Slot, ratio: int, new: Tensor) -> Tensor:
-        """Write a row per new entry; return the context of all entries."""
-        entries = self.entries(ratio)
-        return self._extend(slot, new, entries.stored, entries.totals, [0] * len(entries.totals))
+    def look_back(self, slot: Slot, new: Tensor, reach: int) -> Int[Tensor, "T reach"]:
+        """Write a number per new token; return those of the last ``reach`` positions, or -1."""
+        past = self._past(slot, reach)
+        known = self._with_past(slot, new, new, past)
+        none = torch.full_like(new[:1], -1) if len(new) else new.new_full((1,), -1)
+        rows = lookback_rows(self.batch, reach, past).flip(1)  # newest first
+        return torch.cat([known, none])[rows]  # row -1 is the last one
 
-    def _extend(
-        self,
-        slot: Slot,
-        new: Tensor,
-        starts: tuple[int, ...],
-        stops: tuple[int, ...],
-        firsts: list[int],
+    def _past(self, slot: Slot, reach: int) -> tuple[int, ...]:
+        """Rows before the new ones that tokens see, and that are there."""
+        if self.store is None:
+            return (0,) * len(self.batch.requests)
+        found = self.store.rows_before(slot, self.batch.requests, self.batch.starts)
+        return tuple(min(rows, reach - 1) for rows in found)
+
+    def _with_past(
+        self, slot: Slot, new: Tensor, unrounded: Tensor, past: tuple[int, ...]
     ) -> Tensor:
+        """Write new rows; put the past ones before them, request by request."""
+        batch = self.batch
         if self.store is None:
             return new
-        parts, taken = [], 0
-        for request, start, stop, first in zip(
-            self.batch.requests, starts, stops, firsts, strict=True
-        ):
-            self.store.write(request, slot, start, new[taken : taken + stop - start])
-            taken += stop - start
-            parts.append(self.store.read(request, slot, first, stop))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        parts = [new]
+        if any(past):
+            firsts = tuple(s - p for s, p in zip(batch.starts, past, strict=True))
+            old = self.store.read(slot, Spans(batch.requests, firsts, batch.starts))
+            parts.insert(0, old.to(new.dtype))
+        self.store.write(slot, batch.spans, new, unrounded)
+        both = torch.cat(parts) if len(parts) > 1 else new
+        return both if len(parts) == 1 or len(past) == 1 else both[self._order(past)]
+
+    def _order(self, past: tuple[int, ...]) -> Int[Tensor, " S"]:
+        """Sort [past rows, new rows] by request."""
+        if past not in self._orders:
+            requests = torch.arange(len(past))
+            of = [requests.repeat_interleave(torch.tensor(n)) for n in (past, self.batch.counts)]
+            self._orders[past] = torch.cat(of).sort(stable=True).indices.to(self.batch.device)
+        return self._orders[past]
 
     def with_pending(self, slot: Slot, new: Float[Tensor, "T C"]) -> Float[Tensor, "rows C"]:
         """Put the projections of each request's previous position before the new ones.
 
         Only a request that stands in the middle of a group has one; others get zeros.
         """
-        pending = new.new_zeros(len(self.batch.requests), *new.shape[1:])
+        batch = self.batch
+        pending = new.new_zeros(len(batch.requests), *new.shape[1:])
         if self.store is not None:
-            for row, request in enumerate(self.batch.requests):
-                if (start := self.batch.starts[row]) % 2:
-                    pending[row] = self.store.read(request, slot, start - 1, start)[0]
-            self._extend(slot, new, self.batch.starts, self.batch.stops, list(self.batch.starts))
+            odd = [row for row, start in enumerate(batch.starts) if start % 2]
+            if odd:
+                of = [(batch.requests[r], batch.starts[r] - 1, batch.starts[r]) for r in odd]
+                requests, firsts, stops = zip(*of, strict=True)
+                pending[odd] = self.store.read(slot, Spans(requests, firsts, stops))
+            self.store.write(slot, batch.spans, new, new)
         return torch.cat([pending, new])
 
-    def publish_selection(self, source: int, ratio: int, selected: Int[Tensor, "T K"]) -> None:
-        """Share the entries (ids within a request) that an index source has chosen."""
+    def publish_entries(self, slot: Slot, ratio: int, new: Tensor, unrounded: Tensor) -> None:
+        """Write a row per new entry and let layers read all entries of the slot."""
+        name = f"layers.{slot.layer}.{'main_kv' if slot.kind == 'main' else 'index_k'}"
+        if self.store is None:
+            self._all_rows[slot] = self.observe(name, new)
+            return
+        entries = self.entries(ratio)
+        spans = Spans(self.batch.requests, entries.stored, entries.totals)
+        self.store.write(slot, spans, new, unrounded)
+        self._all_rows.pop(slot, None)
+        if self.is_wanted(name):
+            self._all_rows[slot] = self.observe(name, self.store.read(slot, entries.spans))
+
+    def entry_rows(self, slot: Slot, ratio: int) -> Float[Tensor, "M C"]:
+        """All entries of a slot, request by request."""
+        if slot not in self._all_rows:
+            assert self.store is not None, f"{slot} was not published"
+            self._all_rows[slot] = self.store.read(slot, self.entries(ratio).spans)
+        return self._all_rows[slot]
+
+    def pick_entries(self, slot: Slot, ratio: int, rows: Int[Tensor, " n"]) -> Float[Tensor, "n C"]:
+        """Some of ``entry_rows``, without reading the others where they come from a store."""
+        if slot in self._all_rows or self.store is None:
+            return self.entry_rows(slot, ratio)[rows]
+        return self.store.pick(slot, self.entries(ratio).spans, rows)
+
+    def publish_selection(self, source: int, main: Slot, ratio: int, selected: Tensor) -> None:
+        """Share the entries (ids within a request, [T, K]) that an index source has chosen."""
         rows = torch.where(selected < 0, -1, selected + self.entries(ratio).first_rows[:, None])
-        self.main_keys[source] = ops.plan_keys(rows, deterministic=self.deterministic)
+        if self.store is None or main in self._all_rows:
+            kv = self.entry_rows(main, ratio)
+        else:
+            used, rows = compact(rows, sum(self.entries(ratio).totals))
+            kv = self.pick_entries(main, ratio, used)
+        self.selections[source] = Selection(kv, rows, self.deterministic)
+
+
+def compact(
+    rows: Int[Tensor, "T K"], total: int
+) -> tuple[Int[Tensor, " used"], Int[Tensor, "T K"]]:
+    """List the rows that occur, ascending, and number ``rows`` by that list; -1 stays."""
+    if rows.numel() < total:
+        used, places = rows.unique(return_inverse=True)
+        none = int(used[:1].eq(-1).sum())  # -1 sorts first
+        return used[none:], places - none
+    marks = torch.zeros(total + 1, dtype=torch.bool, device=rows.device)
+    marks[rows] = True  # -1 marks the last one
+    places = marks[:-1].cumsum(0) - 1
+    return marks[:-1].nonzero()[:, 0], torch.where(rows < 0, -1, places[rows.clamp(min=0)])
 
 
 def frequencies(attention: AttentionConfig, ratio: int) -> Float[Tensor, " pairs"]:

@@ -17,7 +17,7 @@ from openv41.layers.factory import Factory
 from openv41.layers.hierarchical_indexer import HierarchicalIndexer
 from openv41.layers.islands import Float32Islands, island
 from openv41.layers.quantized_linear import Linear, QuantizedLinear, RMSNorm
-from openv41.layers.rounding import round_main_kv, round_window_kv
+from openv41.layers.rounding import round_index, round_main_kv, round_window_kv
 from openv41.layers.store import Slot
 from openv41.plan import LayerPlan
 
@@ -94,20 +94,18 @@ class CSA2Attention(Float32Islands):
         plan, rope = self.plan, ctx.rope(self.plan.ratio)
         q_latent = self.q_norm(self.wq_a(x))
         q = self._rotate(self.wq_b(q_latent).unflatten(-1, (self.attn.num_heads, -1)), rope)
-        window_kv = self._window_kv(x, ctx)
+        window_kv, window_keys = self._window_kv(x, ctx)
         if plan.is_kv_source:
             self._publish_main_kv(x, ctx)
         if plan.is_index_source:
-            ctx.publish_selection(plan.layer, plan.ratio, self.indexer(x, q_latent, ctx))
-        if plan.ratio:
-            main_kv, main_keys = ctx.main_kv[plan.kv_source], ctx.main_keys[plan.index_source]
-        else:
-            main_kv, main_keys = window_kv[:0], ctx.no_keys
+            selected = self.indexer(x, q_latent, ctx)
+            ctx.publish_selection(plan.layer, Slot("main", plan.kv_source), plan.ratio, selected)
+        main_kv, main_keys = self._main_kv(ctx, window_kv)
         scale = self.attn.head_dim**-0.5
         out = ops.sparse_attention(
             q,
             window_kv,
-            ctx.window_keys,
+            window_keys,
             main_kv,
             main_keys,
             self.sink,
@@ -116,14 +114,31 @@ class CSA2Attention(Float32Islands):
         )
         return self._project_out(self._rotate(out, rope, inverse=True))
 
+    def write_kv(self, x: Float[Tensor, "T D"], ctx: ForwardContext, *, window: bool) -> None:
+        """Leave the KV of tokens that do nothing else in this layer."""
+        if window:
+            self._window_kv(x, ctx)
+        if self.plan.is_kv_source:
+            self._publish_main_kv(x, ctx)
+
+    def _main_kv(
+        self, ctx: ForwardContext, window_kv: Tensor
+    ) -> tuple[Float[Tensor, "M C"], ops.Keys]:
+        if not self.plan.ratio:
+            return window_kv[:0], ctx.no_keys
+        chosen = ctx.selections[self.plan.index_source]
+        ctx.work.entries_read[self.plan.layer] = len(chosen.kv)
+        return chosen.kv, chosen.keys
+
     def _rotate(self, x: Tensor, rope: Tensor, *, inverse: bool = False) -> Tensor:
         deterministic = self.numerics.deterministic
         return ops.rotate(x, rope, inverse=inverse, deterministic=deterministic)
 
-    def _window_kv(self, x: Tensor, ctx: ForwardContext) -> Float[Tensor, "S C"]:
-        kv = self._rotate(self.kv_norm(self.wkv(x)), ctx.rope(self.plan.ratio))
-        kv = ctx.observe(f"layers.{self.plan.layer}.window_kv", round_window_kv(kv, self.numerics))
-        return ctx.extend(Slot("window", self.plan.layer), kv, reach=self.attn.window_size)
+    def _window_kv(self, x: Tensor, ctx: ForwardContext) -> tuple[Float[Tensor, "S C"], ops.Keys]:
+        layer = self.plan.layer
+        exact = self._rotate(self.kv_norm(self.wkv(x)), ctx.rope(self.plan.ratio))
+        kv = ctx.observe(f"layers.{layer}.window_kv", round_window_kv(exact, self.numerics))
+        return ctx.window(Slot("window", layer), kv, exact)
 
     def _publish_main_kv(self, x: Tensor, ctx: ForwardContext) -> None:
         """Compress, then make index keys (before rotation and rounding) and main KV."""
@@ -131,11 +146,10 @@ class CSA2Attention(Float32Islands):
         rope = ctx.rope(ratio, of_entries=True)
         latent = self.compressor(x, ctx)
         keys = self.indexer.keys(latent, rope)
-        entries = round_main_kv(self._rotate(latent, rope), self.numerics)
-        main = ctx.extend_entries(Slot("main", layer), ratio, entries)
-        index = ctx.extend_entries(Slot("index", layer), ratio, keys)
-        ctx.main_kv[layer] = ctx.observe(f"layers.{layer}.main_kv", main)
-        ctx.index_keys[layer] = ctx.observe(f"layers.{layer}.index_k", index)
+        entries = self._rotate(latent, rope)
+        rounded = round_main_kv(entries, self.numerics)
+        ctx.publish_entries(Slot("main", layer), ratio, rounded, entries)
+        ctx.publish_entries(Slot("index", layer), ratio, round_index(keys, self.numerics), keys)
 
     def _project_out(self, out: Float[Tensor, "T H C"]) -> Float[Tensor, "T D"]:
         """Two-step output projection; the first is grouped by heads and its input not rounded."""

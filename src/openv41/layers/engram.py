@@ -1,7 +1,6 @@
 """Engram: a gated n-gram memory added to every residual stream. Report §2.4.2."""
 
 from typing import Protocol, Unpack, runtime_checkable
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
@@ -49,7 +48,6 @@ class Engram(nn.Module):
         self.wkv = QuantizedLinear(width, (streams + 1) * dim, numerics, **made)
         self.q_weight = nn.Parameter(torch.empty(streams, dim, **made))
         self.k_weight = nn.Parameter(torch.empty(streams, dim, **made))
-        self._rows_of: WeakKeyDictionary[ForwardContext, Tensor] = WeakKeyDictionary()
         constants = hash_constants(engram)[place]
         device = made.get("device") or "cpu"
         if torch.device(device).type == "meta":
@@ -60,13 +58,13 @@ class Engram(nn.Module):
 
     def prefetch(self, ctx: ForwardContext) -> None:
         """Let a table outside the model start reading, long before its layer's turn comes."""
-        if isinstance(self.table, PrefetchingTable) and ctx not in self._rows_of:
-            rows = self._rows_of[ctx] = self._hash(ctx)
+        if isinstance(self.table, PrefetchingTable) and self.layer not in ctx.engram_rows:
+            rows = ctx.engram_rows[self.layer] = self._hash(ctx)
             self.table.prefetch(rows)
 
     def forward(self, x: Float[Tensor, "T N D"], ctx: ForwardContext) -> Float[Tensor, "T N D"]:
         """Look up the n-grams that end at each token and add them; image rows pass unchanged."""
-        rows = self._rows_of.pop(ctx, None)
+        rows = ctx.engram_rows.get(self.layer)
         if rows is None:
             rows = self._hash(ctx)
         rows = ctx.observe(f"layers.{self.layer}.engram_hash_ids", rows)

@@ -13,14 +13,14 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from openv41.layers.batch import Batch
+from openv41.layers.store import Spans
 
 
-def lookback_rows(batch: Batch, reach: int) -> Int[Tensor, "T W"]:
+def lookback_rows(batch: Batch, reach: int, past: Sequence[int]) -> Int[Tensor, "T W"]:
     """Context rows of the last ``reach`` positions of each token, oldest first, itself last.
 
-    The context holds up to ``reach`` - 1 stored positions of a request before its new ones.
+    The context holds ``past`` stored positions of each request before its new ones.
     """
-    past = [min(start, reach - 1) for start in batch.starts]
     sizes = [p + n for p, n in zip(past, batch.counts, strict=True)]
     first = [0, *accumulate(sizes)][:-1]
     anchor = [f + p - s for f, p, s in zip(first, past, batch.starts, strict=True)]
@@ -34,6 +34,7 @@ class Entries:
     """Main-KV entries of one compression ratio: which are new, and where each request's stand."""
 
     ratio: int
+    spans: Spans  # all entries of each request
     stored: tuple[int, ...]  # entries of each request before the batch
     totals: tuple[int, ...]  # entries of each request after the batch
     visible: Int[Tensor, " T"]  # entries whose group is complete at the token
@@ -49,6 +50,7 @@ class Entries:
         first = [0, *accumulate(totals)][:-1]
         return cls(
             ratio=ratio,
+            spans=Spans(batch.requests, (0,) * len(totals), totals),
             stored=stored,
             totals=totals,
             visible=(batch.positions + 1) // ratio,

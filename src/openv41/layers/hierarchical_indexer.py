@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Unpack
 
 import torch
-from jaxtyping import Bool, Complex, Float, Int
+from jaxtyping import Complex, Float, Int
 from torch import Tensor, nn
 
 from openv41 import ops
@@ -18,6 +18,7 @@ from openv41.layers.factory import Factory
 from openv41.layers.geometry import Segment
 from openv41.layers.quantized_linear import Linear, QuantizedLinear, RMSNorm
 from openv41.layers.rounding import round_index
+from openv41.layers.store import Slot
 from openv41.plan import LayerPlan
 
 
@@ -26,15 +27,8 @@ class _Found:
     """What an indexer writes for the tokens of a batch; scores only where a probe wants them."""
 
     selected: Int[Tensor, "T K"]
-    pool: Bool[Tensor, "T M"]
+    pool: Int[Tensor, "T blocks"]
     scores: Float[Tensor, "T M"] | None = None
-
-    @classmethod
-    def empty(cls, tokens: int, entries: int, width: int, device: torch.device) -> "_Found":
-        return cls(
-            torch.full((tokens, width), -1, device=device),
-            torch.zeros(tokens, entries, dtype=torch.bool, device=device),
-        )
 
 
 class HierarchicalIndexer(nn.Module):
@@ -59,10 +53,9 @@ class HierarchicalIndexer(nn.Module):
     def keys(
         self, latent: Float[Tensor, "M C"], rope: Complex[Tensor, "M pairs"]
     ) -> Float[Tensor, "M J"]:
-        """Index keys from the latents before rotation and rounding."""
+        """Index keys from the latents before rotation and rounding, not yet rounded."""
         keys = self.k_norm(self.wk(latent))
-        keys = ops.rotate(keys, rope, deterministic=self.numerics.deterministic)
-        return round_index(keys, self.numerics)
+        return ops.rotate(keys, rope, deterministic=self.numerics.deterministic)
 
     @torch.no_grad()
     def forward(
@@ -73,20 +66,41 @@ class HierarchicalIndexer(nn.Module):
         The choice has no gradient, and neither have the indexer's parameters through it.
         """
         q, weights = self._queries(x, q_latent, ctx)
-        most = max(ctx.entries(self.plan.ratio).totals, default=0)
-        width = self.indexer.top_k  # of sums over the selection: always this if deterministic
-        width = width if self.numerics.deterministic else min(width, most)
-        found = _Found.empty(len(x), most, width, x.device)
-        if ctx.is_wanted(self._name("index_scores")):
-            wide = torch.promote_types(x.dtype, torch.float32)
-            found.scores = torch.full((len(x), most), -torch.inf, device=x.device, dtype=wide)
+        found = self._empty(x, ctx)
+        from_pool = self.plan.uses_candidates and ctx.candidates is not None
+        select = self._select_from_pool if from_pool else self._select_from_all
         for segment in ctx.segments(self.plan.ratio):
-            self._select_segment(segment, q, weights, ctx, found)
+            select(segment, q, weights, ctx, found)
+            if found.scores is not None:
+                flat, num = segment.token_rows.flatten(), segment.entry_rows.shape[1]
+                scores = self._scores(segment, q, weights, ctx).flatten(0, 1)
+                found.scores[flat, :num] = scores.to(found.scores.dtype)
         if found.scores is not None:
             ctx.observe(self._name("index_scores"), found.scores)
         if self.plan.publishes_candidates:
-            ctx.candidates = ctx.observe(self._name("candidate_mask"), found.pool)
+            ctx.candidates = self._shown(found.pool, ctx)
         return ctx.observe(self._name("topk_indices"), found.selected)
+
+    def _empty(self, x: Tensor, ctx: ForwardContext) -> _Found:
+        most = max(ctx.entries(self.plan.ratio).totals, default=0)
+        width = self.indexer.top_k  # of sums over the selection: always this if deterministic
+        width = width if self.numerics.deterministic else min(width, most)
+        blocks = min(self.indexer.candidate_blocks, -(-most // self.indexer.block_size))
+        selected, pool = (torch.full((len(x), n), -1, device=x.device) for n in (width, blocks))
+        if not ctx.is_wanted(self._name("index_scores")):
+            return _Found(selected, pool)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        none = torch.full((len(x), most), -torch.inf, device=x.device, dtype=wide)
+        return _Found(selected, pool, none)
+
+    def _shown(self, pool: Int[Tensor, "T blocks"], ctx: ForwardContext) -> Int[Tensor, "T blocks"]:
+        """The pool, by way of its mask where a probe wants that."""
+        if not ctx.is_wanted(self._name("candidate_mask")):
+            return pool
+        most = max(ctx.entries(self.plan.ratio).totals, default=0)
+        size = self.indexer.block_size
+        mask = ops.pool_mask(pool, most, size)
+        return ops.mask_pool(ctx.observe(self._name("candidate_mask"), mask), size)
 
     def _name(self, what: str) -> str:
         return f"layers.{self.plan.layer}.{what}"
@@ -101,7 +115,7 @@ class HierarchicalIndexer(nn.Module):
         weights = self.weights_proj(x) * (dim**-0.5 * heads**-0.5)
         return round_index(q, self.numerics), weights
 
-    def _select_segment(
+    def _select_from_all(
         self,
         segment: Segment,
         q: Tensor,
@@ -109,39 +123,77 @@ class HierarchicalIndexer(nn.Module):
         ctx: ForwardContext,
         found: _Found,
     ) -> None:
-        """Score and choose for the requests of one segment."""
-        rows = segment.token_rows  # [B, T]
-        flat, num = rows.flatten(), segment.entry_rows.shape[1]
+        """Choose from all visible entries; the candidate source also chooses the pool."""
+        flat, num = segment.token_rows.flatten(), segment.entry_rows.shape[1]
         visible = ctx.entries(self.plan.ratio).visible[flat]
         allowed = torch.arange(num, device=flat.device) < visible[:, None]  # [B*T, M]
-        if self.plan.uses_candidates and ctx.candidates is not None:
-            allowed &= ctx.candidates[flat, :num]
-        everything = num <= self.indexer.top_k and not self.plan.publishes_candidates
-        if everything and found.scores is None:
-            found.selected[flat, :num] = ops.select_top_k(
-                torch.zeros(allowed.shape, device=flat.device), allowed, num
-            )
-            return
-        scores = self._scores(segment, q, weights, ctx).flatten(0, 1)  # [B*T, M]
+        if num <= self.indexer.top_k and not self.plan.publishes_candidates:
+            scores = torch.zeros(allowed.shape, device=flat.device)
+        else:
+            scores = self._scores(segment, q, weights, ctx).flatten(0, 1)
+            self._count(scores, ctx)
         top = ops.select_top_k(scores, allowed, self.indexer.top_k)
         found.selected[flat, : top.shape[1]] = top
         if self.plan.publishes_candidates:
-            found.pool[flat, :num] = ops.choose_candidates(
+            pool = ops.choose_candidates(
                 scores, visible, self.indexer.candidate_blocks, self.indexer.block_size
             )
-        if found.scores is not None:
-            found.scores[flat, :num] = scores.to(found.scores.dtype)
+            found.pool[flat, : pool.shape[1]] = pool
+
+    def _select_from_pool(
+        self,
+        segment: Segment,
+        q: Tensor,
+        weights: Tensor,
+        ctx: ForwardContext,
+        found: _Found,
+    ) -> None:
+        """Choose from the candidates, the only entries whose keys are read."""
+        assert ctx.candidates is not None, f"{self._name('indexer')}: no pool was published"
+        rows, first, totals = segment.token_rows, segment.entry_rows[:, :1], segment.exists.sum(1)
+        if self.numerics.deterministic:  # no neighbour has a say in what is scored beside a query
+            first, totals = (t.repeat_interleave(rows.shape[1], 0) for t in (first, totals))
+            rows = rows.flatten()[:, None]
+        size = self.indexer.block_size
+        total = -(-segment.entry_rows.shape[1] // size)
+        blocks, own = ops.merge_pools(ctx.candidates[rows], total)  # [B, union], [B, T, union]
+        entries = (blocks[..., None] * size + torch.arange(size, device=rows.device)).flatten(1)
+        exists = (entries >= 0) & (entries < totals[:, None])  # [B, P]
+        picked = ctx.pick_entries(self._keys, self.plan.ratio, (first + entries)[exists])
+        keys = picked.new_zeros(*entries.shape, picked.shape[-1])
+        keys[exists] = picked
+        scores = self._score(q[rows], weights[rows], keys)  # [B, T, P]
+        self._count(scores, ctx)
+        visible = ctx.entries(self.plan.ratio).visible[rows]  # [B, T]
+        allowed = own.repeat_interleave(size, dim=2) & exists[:, None]
+        allowed &= entries[:, None] < visible[..., None]
+        places = ops.select_top_k(scores.flatten(0, 1), allowed.flatten(0, 1), self.indexer.top_k)
+        entries = entries[:, None].expand(scores.shape).flatten(0, 1)
+        top = torch.where(places < 0, -1, entries.gather(1, places.clamp(min=0)))
+        width = min(top.shape[1], found.selected.shape[1])  # behind it are only -1
+        found.selected[rows.flatten(), :width] = top[:, :width]
+
+    def _count(self, scores: Tensor, ctx: ForwardContext) -> None:
+        done = ctx.work.entries_scored
+        done[self.plan.layer] = done.get(self.plan.layer, 0) + scores.numel()
+
+    @property
+    def _keys(self) -> Slot:
+        return Slot("index", self.plan.kv_source)
 
     def _scores(
         self, segment: Segment, q: Tensor, weights: Tensor, ctx: ForwardContext
     ) -> Float[Tensor, "B T M"]:
-        keys = ctx.index_keys[self.plan.kv_source]
-        score_dtype = getattr(torch, self.numerics.score_dtype)
+        keys = ctx.entry_rows(self._keys, self.plan.ratio)
         rows = segment.token_rows
-        return ops.index_scores(
-            q[rows],
-            weights[rows],
-            keys[segment.entry_rows],
-            score_dtype,
-            deterministic=self.numerics.deterministic,
-        )
+        return self._score(q[rows], weights[rows], keys[segment.entry_rows])
+
+    def _score(
+        self,
+        q: Float[Tensor, "B T I J"],
+        weights: Float[Tensor, "B T I"],
+        keys: Float[Tensor, "B M J"],
+    ) -> Float[Tensor, "B T M"]:
+        score_dtype = getattr(torch, self.numerics.score_dtype)
+        deterministic = self.numerics.deterministic
+        return ops.index_scores(q, weights, keys, score_dtype, deterministic=deterministic)

@@ -37,6 +37,10 @@ class Probe:
         """Make the choices that another run recorded."""
         return cls(lambda _: False, choices)
 
+    def wants_or_feeds(self, name: str) -> bool:
+        """Whether a tensor that the forward could do without is needed here."""
+        return name in self._feed or self.wants(name)
+
     def __call__(self, name: str, value: Tensor) -> Tensor:
         """Return the value to go on with: ``value``, or what is fed under ``name``."""
         if self.wants(name):

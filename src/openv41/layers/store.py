@@ -1,7 +1,9 @@
 """The protocol of every cache. Report §2.2, §2.3.1."""
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from jaxtyping import Int
 from torch import Tensor
 
 
@@ -17,16 +19,49 @@ class Slot(NamedTuple):
     layer: int
 
 
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Rows ``firsts`` to ``stops`` - 1 of each request."""
+
+    requests: tuple[int, ...]
+    firsts: tuple[int, ...]
+    stops: tuple[int, ...]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Rows of each request."""
+        return tuple(b - a for a, b in zip(self.firsts, self.stops, strict=True))
+
+    @property
+    def total(self) -> int:
+        """Rows of all requests."""
+        return sum(self.stops) - sum(self.firsts)
+
+
 @runtime_checkable
 class KVStore(Protocol):
     """State of requests, addressed by absolute row: never "the last", so rollback is no case."""
 
-    def write(self, request: int, slot: Slot, first: int, rows: Tensor) -> None:
-        """Set rows ``first``, ``first`` + 1, ... of a request; later rows become invalid."""
+    def write(self, slot: Slot, spans: Spans, rows: Tensor, unrounded: Tensor) -> None:
+        """Set rows, packed request by request; rows behind them become invalid.
+
+        ``rows`` are the values that ``read`` gives back. A store that packs makes its codes from
+        ``unrounded``, whose rounded values they are.
+        """
         ...
 
-    def read(self, request: int, slot: Slot, first: int, stop: int) -> Tensor:
-        """Get rows ``first`` to ``stop`` - 1, which must have been written."""
+    def read(self, slot: Slot, spans: Spans) -> Tensor:
+        """Get rows, which must have been written, packed request by request."""
+        ...
+
+    def pick(self, slot: Slot, spans: Spans, rows: Int[Tensor, " n"]) -> Tensor:
+        """Get some rows of what ``read`` would give, without reading the others."""
+        ...
+
+    def rows_before(
+        self, slot: Slot, requests: tuple[int, ...], starts: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """How many rows right before ``starts`` each request still has."""
         ...
 
     def truncate(self, request: int, position: int) -> None:

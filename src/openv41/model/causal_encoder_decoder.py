@@ -17,16 +17,16 @@ from openv41 import ops
 from openv41.config import NUMERICS, ModelConfig, NumericsConfig
 from openv41.errors import InputError
 from openv41.layers.batch import Batch
-from openv41.layers.context import ForwardContext
+from openv41.layers.context import ForwardContext, Work
 from openv41.layers.csa2 import CSA2Attention
 from openv41.layers.engram import Engram
 from openv41.layers.experts import MixtureOfExperts
 from openv41.layers.factory import Factory
-from openv41.layers.geometry import lookback_rows
 from openv41.layers.probe import Probe
 from openv41.layers.quantized_linear import RMSNorm
 from openv41.layers.single_pass_mhc import SinglePassMHC
 from openv41.layers.store import KVStore, Slot
+from openv41.model.prefill import LayerRows
 from openv41.plan import LayerPlan, plan_layers
 
 
@@ -35,8 +35,11 @@ class Output:
     """What a forward returns."""
 
     hidden: Float[Tensor, "T D"]  # after the final norm
-    taps: Float[Tensor, "T width"] | None  # concatenated stream means for the drafter
+    batch: Batch  # the tokens that have a row in ``hidden``
+    taps: Float[Tensor, "rows width"] | None  # concatenated stream means for the drafter
+    tap_batch: Batch | None  # the tokens that have a row in ``taps``
     expert_counts: dict[int, Int[Tensor, "2 E"]]  # per layer: tokens of text, of images
+    work: Work
 
 
 class Layer(nn.Module):
@@ -70,10 +73,23 @@ class Layer(nn.Module):
         if self.plan.has_engram:
             x = ctx.observe(f"{name}.after_engram", self.engram(x, ctx))
         if self.plan.is_tap:
-            ctx.taps.append(x.to(a.dtype).mean(dim=1).to(x.dtype))
+            ctx.taps.append((x.to(a.dtype).mean(dim=1).to(x.dtype), ctx.batch))
         x, a = self.attn_mhc(x, a, lambda h: self._attend(h, ctx))
         x, a = self.ffn_mhc(x, a, lambda h: self._feed_forward(h, ctx))
         return ctx.observe(f"{name}.out", x), ctx.observe(f"{name}.pre_mix_out", a)
+
+    def write_kv(
+        self,
+        x: Float[Tensor, "T N D"],
+        a: Float[Tensor, "T N"],
+        ctx: ForwardContext,
+        *,
+        window: bool,
+    ) -> None:
+        """Leave the KV of tokens that end here, with or without window KV."""
+        if self.plan.has_engram:
+            x = self.engram(x, ctx)
+        self.attention.write_kv(self.attn_norm(ops.mix_streams(x, a)), ctx, window=window)
 
     def _attend(self, h: Float[Tensor, "T D"], ctx: ForwardContext) -> Float[Tensor, "T D"]:
         y = self.attention(self.attn_norm(h), ctx)
@@ -137,22 +153,36 @@ class CausalEncoderDecoder(nn.Module):
         batch: Batch,
         store: KVStore | None = None,
         *,
+        rows: Sequence[LayerRows] | None = None,
         probe: Probe | None = None,
     ) -> Output:
-        """Run every layer on every token of the batch.
+        """Run every layer on every token of the batch, or each layer on its ``rows``.
 
         Raises InputError for token ids outside the vocabulary and for positions beyond a request's
         stored length.
         """
         ctx = self.context(batch, store, probe)
+        for engram in self.engrams():
+            engram.prefetch(ctx)
         x, a = self.first_streams(batch, ctx)
-        for layer in self.layers:
-            x, a = layer(x, a, ctx)
-        hidden = self.norm(ops.mix_streams(x, a))
-        taps = torch.cat(ctx.taps, dim=-1) if ctx.taps else None
+        for number, layer in enumerate(self.layers):
+            if rows is not None:
+                x, a, ctx = enter(layer, x, a, ctx, rows[number])
+            if len(x) or rows is None:
+                x, a = layer(x, a, ctx)
+        hidden = ctx.observe("final_hidden", self.norm(ops.mix_streams(x, a)))
+        taps, tap_batch = join_taps(ctx.taps)
         if taps is not None:
             ctx.observe("main_hidden", taps)
-        return Output(ctx.observe("final_hidden", hidden), taps, ctx.expert_counts)
+        return Output(hidden, ctx.batch, taps, tap_batch, ctx.expert_counts, ctx.work)
+
+    def engrams(self) -> list[Engram]:
+        """The Engram of each layer that has one."""
+        return [
+            layer.engram
+            for layer in self.layers
+            if isinstance(layer, Layer) and layer.plan.has_engram
+        ]
 
     def logits(self, hidden: Float[Tensor, "T D"]) -> Float[Tensor, "T V"]:
         """Score the vocabulary, in at least float32."""
@@ -210,7 +240,7 @@ class CausalEncoderDecoder(nn.Module):
         ids = ctx.batch.token_ids.masked_fill(is_image, ops.DEAD)
         engram = self.config.engram
         reach = engram.max_ngram if engram else 1
-        known = ctx.extend(Slot("tokens", -1), ids, reach=reach)
+        raw = ctx.look_back(Slot("tokens", -1), ids, reach)  # [T, G+1], newest first
         if engram is None:
             return
         if self.token_map is None:
@@ -218,8 +248,35 @@ class CausalEncoderDecoder(nn.Module):
                 "the model has Engram layers but no token map; call set_token_map with the map "
                 "of the model's tokenizer"
             )
-        dead = torch.full_like(known[:1], ops.DEAD)
-        rows = lookback_rows(ctx.batch, reach).flip(1)  # [T, G+1], newest first
-        raw = torch.cat([known, dead])[rows]  # row -1 is the dead one
         ctx.recent_ids = torch.where(raw < 0, ops.DEAD, self.token_map[raw.clamp(min=0)])
         ctx.pad_id = int(self.token_map[engram.pad_token_id])
+
+
+def enter(
+    layer: nn.Module,
+    x: Float[Tensor, "T N D"],
+    a: Float[Tensor, "T N"],
+    ctx: ForwardContext,
+    rows: LayerRows,
+) -> tuple[Float[Tensor, "rows N D"], Float[Tensor, "rows N"], ForwardContext]:
+    """Go on with the rows that a layer computes; those that end before it leave their KV in it."""
+    batch = ctx.batch
+    firsts = rows.aligned(batch.requests)
+    ending, index = batch.part(batch.starts, firsts)
+    if not len(index):
+        return x, a, ctx
+    assert isinstance(layer, Layer), f"{type(layer).__name__} is no layer"
+    layer.write_kv(x[index], a[index], ctx.part(ending, index), window=not rows.windows_end)
+    going_on, index = batch.part(firsts, batch.stops)
+    return x[index], a[index], ctx.part(going_on, index)
+
+
+def join_taps(
+    taps: Sequence[tuple[Float[Tensor, "_ D"], Batch]],
+) -> tuple[Float[Tensor, "rows width"] | None, Batch | None]:
+    """Concatenate the stream means of the tokens that reached every tapped layer."""
+    if not taps:
+        return None, None
+    last = taps[-1][1]
+    means = [mean[batch.part(last.starts, last.stops)[1]] for mean, batch in taps]
+    return torch.cat(means, dim=-1), last

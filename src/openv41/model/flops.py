@@ -11,6 +11,7 @@ from torch import nn
 
 from openv41.config import ModelConfig
 from openv41.layers.quantized_linear import QuantizedWeight
+from openv41.model.cache_formats import packed_bytes
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.plan import LayerPlan, plan_layers
 
@@ -115,12 +116,12 @@ def flops_per_token(model: CausalEncoderDecoder, context: int, *, prefill: bool)
 
 def cache_bytes(config: ModelConfig) -> CacheBytes:
     """Cache bytes of the stored forms: FP4 main KV and index keys, FP8 window KV."""
-    latent, key = config.attention.head_dim, config.indexer.head_dim
-    entry = latent // 2 + _blocks(latent, 16) + key // 2 + _blocks(key, 32)
-    row = latent + _blocks(latent, 32)
+    entry = packed_bytes(config, "main") + packed_bytes(config, "index")
     return CacheBytes(
         global_per_token=sum(entry / config.compress_ratios[s] for s in config.kv_sources),
-        window_per_request=row * config.attention.window_size * config.num_layers,
+        window_per_request=packed_bytes(config, "window")
+        * config.attention.window_size
+        * config.num_layers,
     )
 
 
@@ -166,7 +167,3 @@ def _stream_flops(config: ModelConfig) -> int:
     """Two sites per layer, each N D to collapse and (N + 1) N D to update, times two."""
     num = config.mhc.num_streams
     return 2 * 2 * config.hidden_size * num * (num + 2)
-
-
-def _blocks(width: int, size: int) -> int:
-    return -(-width // size)

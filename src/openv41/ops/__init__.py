@@ -10,7 +10,15 @@ from openv41.ops.experts import (
     router_scores,
     sort_by_expert,
 )
-from openv41.ops.indexer import block_scores, choose_candidates, index_scores, select_top_k
+from openv41.ops.indexer import (
+    block_scores,
+    choose_candidates,
+    index_scores,
+    mask_pool,
+    merge_pools,
+    pool_mask,
+    select_top_k,
+)
 from openv41.ops.linear import linear, quantized_linear
 from openv41.ops.mhc import mix_streams, predict_mix, update_streams
 from openv41.ops.norm import rms_norm
@@ -35,9 +43,12 @@ __all__ = [
     "index_scores",
     "kernels",
     "linear",
+    "mask_pool",
+    "merge_pools",
     "mix_streams",
     "plan_keys",
     "pool_group",
+    "pool_mask",
     "predict_mix",
     "quantized_linear",
     "rms_norm",

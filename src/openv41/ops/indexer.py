@@ -105,15 +105,47 @@ def choose_candidates(
     visible: Int[Tensor, " T"],
     num_blocks: int,
     block_size: int,
-) -> Bool[Tensor, "T M"]:
-    """Keep the entries of the best blocks: the pool that Reindex layers search.
+) -> Int[Tensor, "T blocks"]:
+    """Choose the best blocks of entries, ascending, then -1: the pool of Reindex layers.
 
     A block scores its best visible entry. The block of the newest visible entry is always in and
     takes one of the places; a block without a visible entry never is.
     """
     best = block_scores(scores, visible, block_size)
-    kept = keep_top_k(best, num_blocks)
-    return kept.repeat_interleave(block_size, dim=1)[:, : scores.shape[1]]
+    return select_top_k(best, best > -torch.inf, num_blocks)
+
+
+def pool_mask(
+    pools: Int[Tensor, "T blocks"], num_entries: int, block_size: int
+) -> Bool[Tensor, "T M"]:
+    """Mark the entries of each query's blocks."""
+    total = -(-num_entries // block_size)
+    marks = torch.zeros(len(pools), total + 1, dtype=torch.bool, device=pools.device)
+    marks.scatter_(1, torch.where(pools < 0, total, pools), value=True)
+    return marks[:, :total].repeat_interleave(block_size, dim=1)[:, :num_entries]
+
+
+def mask_pool(mask: Bool[Tensor, "T M"], block_size: int) -> Int[Tensor, "T blocks"]:
+    """List the blocks that hold a marked entry: the inverse of ``pool_mask``."""
+    padded = torch.nn.functional.pad(mask, (0, -mask.shape[1] % block_size))
+    marks = padded.unflatten(1, (-1, block_size)).any(dim=2)
+    return ids_of(marks, int(marks.sum(dim=1).max()) if marks.numel() else 0)
+
+
+def merge_pools(
+    pools: Int[Tensor, "B T blocks"], total: int
+) -> tuple[Int[Tensor, "B union"], Bool[Tensor, "B T union"]]:
+    """Merge the pools of neighbours: all their blocks, ascending, then -1, and whose each is."""
+    if pools.shape[1] == 1:
+        return pools[:, 0], pools >= 0
+    marks = torch.zeros(len(pools), total + 1, dtype=torch.bool, device=pools.device)
+    marks.scatter_(1, torch.where(pools < 0, total, pools).flatten(1), value=True)
+    marks = marks[:, :total]
+    width = int(marks.sum(dim=1).max()) if marks.numel() else 0
+    places = (marks.cumsum(dim=1) - 1).gather(1, pools.clamp(min=0).flatten(1)).view_as(pools)
+    own = torch.zeros(*pools.shape[:2], width + 1, dtype=torch.bool, device=pools.device)
+    own.scatter_(2, torch.where(pools < 0, width, places), value=True)
+    return ids_of(marks, width), own[..., :width]
 
 
 def block_scores(

@@ -1,0 +1,84 @@
+"""From logits to events, and from events to an answer."""
+
+from dataclasses import replace
+
+from jaxtyping import Float
+from torch import Tensor
+
+from openv41.config import ModelConfig
+from openv41.engine.job import Job
+from openv41.engine.logprobs import logprobs, row_logprobs
+from openv41.engine.request import Answer, Event, FinishReason
+
+
+def draw(
+    job: Job, logits: Float[Tensor, " V"], config: ModelConfig
+) -> tuple[Event, FinishReason | None]:
+    """Draw the next token of a job; say why it is the last one, if it is."""
+    request, first = job.request, not job.output
+    token = job.sampler.draw(logits)
+    event = _about_prompt(job) if first else Event()
+    ends = {config.eos_token_id} if not request.ignore_eos else set()
+    if token in ends | set(request.stop_ids):
+        return replace(event, text=job.text.finish()), FinishReason.STOP
+    if request.logprobs is not None:
+        own, top = logprobs(logits, token, request.logprobs)
+        event = replace(event, logprob=own, top=top)
+    job.tokens.append(token)
+    event = replace(event, token=token, text=job.text.push(token))
+    if job.text.matched is not None:
+        return event, FinishReason.STOP
+    if len(job.output) == request.max_tokens or len(job.tokens) > config.max_position:
+        return replace(event, text=event.text + job.text.finish()), FinishReason.LENGTH
+    return event, None
+
+
+def take_prompt(job: Job, logits: Float[Tensor, "T V"]) -> None:
+    """Keep the log-probabilities of the prompt tokens that follow the rows just computed."""
+    asked = job.request.prompt_logprobs
+    assert asked is not None, "no prompt log-probabilities were asked for"
+    prompt = job.request.prompt
+    begin = job.done - len(logits)
+    following = prompt[begin + 1 : job.done + 1]
+    if begin == 0:  # also where a preempted prompt starts anew
+        job.prompt_logprobs, job.prompt_top = [None], [()]
+    for own, top in row_logprobs(logits[: len(following)], following, asked):
+        job.prompt_logprobs.append(own)
+        job.prompt_top.append(top)
+
+
+def _about_prompt(job: Job) -> Event:
+    return Event(
+        cached_tokens=job.cached_tokens,
+        prompt_logprobs=tuple(job.prompt_logprobs),
+        prompt_top=tuple(job.prompt_top),
+    )
+
+
+class Collector:
+    """A sink that puts the events of one request together."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def __call__(self, event: Event) -> None:
+        """Take the next event."""
+        self.events.append(event)
+
+    def answer(self) -> Answer:
+        """The answer, once the last event has come."""
+        first, last = self.events[0], self.events[-1]
+        assert last.finish_reason is not None, "the request has not ended"
+        drawn = [event for event in self.events if event.token is not None]
+        return Answer(
+            tokens=tuple(event.token for event in drawn if event.token is not None),
+            text="".join(event.text for event in self.events),
+            finish_reason=last.finish_reason,
+            logprobs=tuple(event.logprob for event in drawn if event.logprob is not None),
+            top=tuple(event.top for event in drawn if event.logprob is not None),
+            prompt_logprobs=first.prompt_logprobs,
+            prompt_top=first.prompt_top,
+            cached_tokens=first.cached_tokens,
+            choices=last.choices,
+            error=last.error,
+        )

@@ -1,0 +1,313 @@
+"""The inference engine: many requests, one model, packed caches. Report §2.2.
+
+``step`` runs one batch in which prompts and decoding requests stand side by side. Every shortcut
+(CED prefill, prefix reuse, the candidate pool) goes through the model's one forward.
+"""
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from openv41.config import NUMERICS
+from openv41.engine.answering import Collector, draw, take_prompt
+from openv41.engine.job import Job, Sink
+from openv41.engine.paged_store import CacheConfig, PagedStore
+from openv41.engine.prefixes import Prefixes, open_disk
+from openv41.engine.request import Answer, Event, FinishReason, Request
+from openv41.engine.sampler import Sampler
+from openv41.engine.scheduler import ScheduleConfig, Scheduler
+from openv41.engine.stats import EngineStats, Figures
+from openv41.engine.step_probe import StepProbe
+from openv41.engine.stops import TextStream
+from openv41.errors import ConfigError, InputError, OverloadedError
+from openv41.io.checkpoint import load_model
+from openv41.io.engram_store import EngramPlacement
+from openv41.io.hf_config import read_variant
+from openv41.io.tokenizer import TextTokenizer, load_tokenizer
+from openv41.layers.batch import Batch
+from openv41.model.causal_encoder_decoder import CausalEncoderDecoder, Output
+from openv41.model.prefill import PrefillMode, ReplayVariant, find_cut, layer_rows
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How an engine runs."""
+
+    cache: CacheConfig = field(default_factory=lambda: CacheConfig(num_pages=1024))
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    prefill: PrefillMode = PrefillMode.EXACT
+    prefill_cut: int | None = None  # first layer that skips prompt rows; None: last kv source
+    replay_variant: ReplayVariant = ReplayVariant.FIRST_LAYER_FULL_WINDOW
+    prefix_cache: bool = True
+    max_snapshots: int = 64  # of windows, for hits without a replay
+    disk_folder: Path | None = None  # persistent tier of the prefix cache
+    disk_bytes: int = 1 << 30
+    engram: EngramPlacement = "resident"
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.max_snapshots < 0:
+            problems.append(f"max_snapshots is {self.max_snapshots}, must be at least 0")
+        if self.disk_folder is not None and not self.prefix_cache:
+            problems.append("disk_folder is set but prefix_cache is off; switch it on")
+        if problems:
+            raise ConfigError("engine", problems)
+
+
+class Engine:
+    """Runs requests on a model; not for several threads at a time (see AsyncEngine)."""
+
+    def __init__(
+        self,
+        model: CausalEncoderDecoder,
+        tokenizer: TextTokenizer,
+        config: EngineConfig = EngineConfig(),
+        *,
+        fingerprint: str = "",
+    ) -> None:
+        self.model, self.tokenizer, self.config = model, tokenizer, config
+        weight = model.norm.weight
+        self.device = weight.device
+        self.store = PagedStore(
+            model.config, model.numerics, config.cache, dtype=weight.dtype, device=weight.device
+        )
+        self.cut, reason = find_cut(model.config, config.prefill_cut)
+        if self.cut is None and config.prefill is not PrefillMode.FULL:
+            logger.warning("prefill runs every layer on every row: %s", reason)
+        disk = None
+        if config.disk_folder is not None:
+            disk = open_disk(self.store, config.disk_folder, fingerprint, config.disk_bytes)
+        self.prefixes = Prefixes(
+            self.store,
+            cut=self.cut,
+            max_snapshots=config.max_snapshots,
+            disk=disk,
+            variant=config.replay_variant,
+        )
+        self.scheduler = Scheduler(
+            config.schedule, self.store, admit=self._admit, make_room=self.prefixes.make_room
+        )
+        self.figures = Figures()
+        self.num_tokens = min(tokenizer.vocab_size, model.config.vocab_size)
+        self._jobs: dict[int, Job] = {}
+        self._next = 0
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: Path,
+        *,
+        config: EngineConfig = EngineConfig(),
+        numerics: str | None = None,
+        device: torch.device | str = "cpu",
+    ) -> "Engine":
+        """Load a checkpoint; ``numerics`` None takes what it is: f32, or released if quantised."""
+        name = numerics or ("released" if read_variant(checkpoint) == "released" else "f32")
+        if name not in NUMERICS:
+            raise InputError(f"numerics is {name!r}, must be one of {', '.join(NUMERICS)}")
+        model = load_model(
+            checkpoint,
+            numerics=NUMERICS[name],
+            dtype="stored" if name == "released" else torch.float32,
+            device=device,
+            engram=config.engram,
+        )
+        return cls(
+            model, load_tokenizer(checkpoint), config, fingerprint=_fingerprint(checkpoint, name)
+        )
+
+    # requests
+
+    def submit(self, request: Request, sink: Sink) -> int:
+        """Queue a request; its events go to ``sink`` from ``step``. Returns its number."""
+        self._check(request)
+        if len(self.scheduler.waiting) >= self.config.schedule.max_queue:
+            raise OverloadedError(
+                f"{len(self.scheduler.waiting)} requests wait already; try again later"
+            )
+        number, self._next = self._next, self._next + 1
+        job = Job(
+            number=number,
+            request=request,
+            sampler=Sampler(request.sampling, self.num_tokens, request.prompt),
+            text=TextStream(self.tokenizer, request.stop),
+            sink=sink,
+            mode=self.config.prefill,
+            tokens=list(request.prompt),
+        )
+        if job.needs_all_rows or self.cut is None:
+            job.mode = PrefillMode.FULL
+        self._jobs[number] = job
+        self.scheduler.waiting.append(job)
+        self.figures.prompt_tokens += len(request.prompt)
+        return number
+
+    def cancel(self, number: int) -> None:
+        """End a request now; its pages are free at once."""
+        if (job := self._jobs.get(number)) is not None:
+            self._end(job, FinishReason.CANCELLED)
+
+    def cancel_all(self) -> None:
+        """End every request now."""
+        for number in list(self._jobs):
+            self.cancel(number)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is left."""
+        return not self._jobs
+
+    def step(self) -> None:
+        """Run one batch and send what it brings."""
+        step = self.scheduler.next_step()
+        if step:
+            with torch.inference_mode():
+                self._run(step)
+
+    def generate(self, requests: Sequence[Request]) -> list[Answer]:
+        """Answer all requests, in their order."""
+        collectors = [Collector() for _ in requests]
+        numbers = [self.submit(r, c) for r, c in zip(requests, collectors, strict=True)]
+        try:
+            while not self.is_idle:
+                self.step()
+        finally:
+            for number in numbers:
+                self.cancel(number)
+        return [collector.answer() for collector in collectors]
+
+    def stats(self) -> EngineStats:
+        """Counters since the start, and what is held now."""
+        return self.figures.stats(self.model, self.store, self.scheduler, self.prefixes)
+
+    def close(self) -> None:
+        """End every request and put the persistent tier on the disk."""
+        self.cancel_all()
+        self.prefixes.close()
+
+    # one batch
+
+    def _run(self, step: Sequence[tuple[Job, int]]) -> None:
+        """Compute a batch; if that fails, each of its requests alone, so that only one is lost."""
+        try:
+            output, probe = self._forward(step)
+        except Exception as error:
+            logger.exception("a batch of %d requests failed", len(step))
+            if len(step) == 1:
+                self._end(step[0][0], FinishReason.ERROR, f"{type(error).__name__}: {error}")
+            else:
+                for share in step:
+                    self._run([share])
+            return
+        if probe is not None:
+            probe.collect()
+        first_rows = dict(zip(output.batch.requests, output.batch.first_rows, strict=True))
+        counts = dict(zip(output.batch.requests, output.batch.counts, strict=True))
+        ending, last = [], []
+        for job, count in step:
+            job.done += count
+            self.figures.count(job, count)
+            rows = slice(first_rows[job.number], first_rows[job.number] + counts[job.number])
+            if job.request.prompt_logprobs is not None and job.is_prefill:
+                self._answer(job, take_prompt, self._logits(output.hidden[rows]))
+            if job.pending == 0 and job.finished is None:
+                ending.append(job)
+                last.append(rows.stop - 1)
+        self._keep(job for job, _ in step if job.finished is None)
+        if ending:
+            logits = self._logits(output.hidden[last])
+            for job, row in zip(ending, logits.split(1), strict=True):
+                self._answer(job, self._draw, row)
+
+    def _forward(self, step: Sequence[tuple[Job, int]]) -> tuple[Output, StepProbe | None]:
+        jobs = [job for job, _ in step]
+        ids = [token for job, count in step for token in job.tokens[job.done : job.done + count]]
+        batch = Batch(
+            torch.tensor(ids, dtype=torch.int64, device=self.device),
+            tuple(job.number for job in jobs),
+            tuple(job.done for job in jobs),
+            tuple(count for _, count in step),
+        )
+        config = self.model.config
+        rows = layer_rows(config, {j.number: j.rows for j in jobs if j.rows is not None})
+        probe = StepProbe(jobs, batch) if any(j.uses_choices for j in jobs) else None
+        return self.model(batch, self.store, rows=rows, probe=probe), probe
+
+    def _logits(self, hidden: Float[Tensor, "T D"]) -> Float[Tensor, "T V"]:
+        return self.model.logits(hidden)[:, : self.num_tokens]
+
+    def _draw(self, job: Job, logits: Float[Tensor, "T V"]) -> None:
+        """Take the next token, send it, and end the request where it ends."""
+        job.rows = None
+        event, reason = draw(job, logits[0], self.model.config)
+        self.figures.generated_tokens += event.token is not None
+        if reason is not None:
+            self._keep([job], ends=True)
+            event = replace(event, finish_reason=reason, choices=job.all_choices())
+            self._forget(job, reason)
+        job.sink(event)
+
+    def _answer(
+        self, job: Job, action: Callable[[Job, Tensor], None], logits: Float[Tensor, "T V"]
+    ) -> None:
+        """Do something with a request's logits; if it fails, only this request ends."""
+        try:
+            action(job, logits)
+        except Exception as error:
+            logger.exception("request %d failed", job.number)
+            self._end(job, FinishReason.ERROR, f"{type(error).__name__}: {error}")
+
+    def _keep(self, jobs: Iterable[Job], *, ends: bool = False) -> None:
+        for job in jobs:
+            if self.config.prefix_cache and not job.needs_all_rows:
+                self.prefixes.keep(job, ends=ends)
+
+    def _end(self, job: Job, reason: FinishReason, error: str | None = None) -> None:
+        if job.finished is None:
+            self._forget(job, reason)
+            job.sink(Event(text=job.text.finish(), finish_reason=reason, error=error))
+
+    def _forget(self, job: Job, reason: FinishReason) -> None:
+        job.finished = reason
+        self.scheduler.remove(job)
+        del self._jobs[job.number]
+
+    def _admit(self, job: Job) -> None:
+        """Let a request start from what is cached, unless it asks for all of its rows."""
+        self.prefixes.adopt(job, reuse=self.config.prefix_cache and not job.needs_all_rows)
+
+    def _check(self, request: Request) -> None:
+        config, cache = self.model.config, self.config.cache
+        problems = []
+        if outside := [t for t in request.prompt if not 0 <= t < config.vocab_size]:
+            problems.append(
+                f"the prompt holds token {outside[0]}; the vocabulary has {config.vocab_size}"
+            )
+        room = min(config.max_position, cache.num_pages * cache.page_size)
+        if len(request.prompt) > room:
+            problems.append(
+                f"the prompt has {len(request.prompt)} tokens; there is room for {room}"
+            )
+        elif len(request.prompt) + request.max_tokens - 1 > cache.num_pages * cache.page_size:
+            problems.append(
+                f"prompt and answer may take {len(request.prompt) + request.max_tokens - 1} "
+                f"positions; the cache has {cache.num_pages * cache.page_size}: lower max_tokens "
+                "or give it more pages"
+            )
+        if problems:
+            raise ConfigError("request", problems)
+
+
+def _fingerprint(checkpoint: Path, numerics: str) -> str:
+    """Tell models apart: their configuration, the names, sizes and times of their files."""
+    files = sorted(p for p in checkpoint.iterdir() if p.suffix in (".json", ".safetensors"))
+    about = [f"{p.name} {p.stat().st_size} {p.stat().st_mtime_ns}" for p in files]
+    return hashlib.blake2b("\n".join([numerics, *about]).encode(), digest_size=16).hexdigest()

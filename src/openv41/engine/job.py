@@ -1,0 +1,80 @@
+"""A request on its way through the engine."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from openv41.engine.logprobs import Alternatives
+from openv41.engine.request import Event, FinishReason, Request, TokenLogprob
+from openv41.engine.sampler import Sampler
+from openv41.engine.stops import TextStream
+from openv41.model.prefill import PrefillMode, PromptRows
+
+Sink = Callable[[Event], None]
+
+
+@dataclass(eq=False)
+class Job:
+    """What the engine knows of one request.
+
+    Positions below ``done`` are computed; the others of ``tokens`` (prompt and answer) are fed
+    next. After a preemption everything is computed again, the sampler goes on where it was.
+    """
+
+    number: int
+    request: Request
+    sampler: Sampler
+    text: TextStream
+    sink: Sink
+    mode: PrefillMode
+    tokens: list[int] = field(default_factory=list)
+    done: int = 0
+    rows: PromptRows | None = None  # of the prompt, while it is computed
+    cached_tokens: int = 0
+    is_approximate: bool = False  # its state after a bounded replay is not that of the model
+    snapshot_at: int = 0  # position of the last snapshot of its windows
+    kept_pages: int = 0  # whole pages that the prefix cache has been told of
+    finished: FinishReason | None = None
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    prompt_top: list[Alternatives] = field(default_factory=list)
+    choices: dict[str, list[Tensor]] = field(default_factory=dict)  # recorded, by name
+
+    @property
+    def pending(self) -> int:
+        """Tokens that are not computed yet."""
+        return len(self.tokens) - self.done
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether more is missing than the token drawn last."""
+        return self.rows is not None
+
+    @property
+    def output(self) -> Sequence[int]:
+        """Tokens drawn so far."""
+        return self.tokens[len(self.request.prompt) :]
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """Whether the request asks for something of every prompt row."""
+        asked = self.request
+        return asked.prompt_logprobs is not None or self.uses_choices
+
+    @property
+    def uses_choices(self) -> bool:
+        """Whether discrete choices are recorded or replayed."""
+        return self.request.record_choices or self.request.choices is not None
+
+    def restart(self) -> None:
+        """Forget what was computed: its pages are gone."""
+        self.done = self.snapshot_at = self.kept_pages = 0
+        self.rows, self.is_approximate = None, False
+        self.choices.clear()
+
+    def all_choices(self) -> dict[str, Tensor] | None:
+        """Recorded choices, a row per computed position."""
+        if not self.request.record_choices:
+            return None
+        return {name: torch.cat(parts) for name, parts in self.choices.items()}

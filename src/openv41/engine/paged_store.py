@@ -1,0 +1,375 @@
+"""The engine's cache: pages of main KV and index keys, rings of everything else. Report §2.4.4.
+
+A page holds what ``page_size`` positions leave in every kv source: ``page_size / ratio`` entries of
+main KV and as many index keys, each source in storage of its own. Pages are shared by reference;
+what a request has found there (its frozen entries) it never writes again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from openv41.config import ModelConfig, NumericsConfig
+from openv41.engine.pages import PageAllocator
+from openv41.engine.rings import Addresses, Ring, RingBounds, ring_addresses, ring_slots
+from openv41.errors import ConfigError, InputError
+from openv41.layers.store import Slot, Spans
+from openv41.model.cache_formats import RowFormat, row_format
+
+TOKENS = Slot("tokens", -1)
+POISON_BYTE = 0xFF  # NaN as a scale of every packed format
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheConfig:
+    """Sizes of the cache."""
+
+    num_pages: int
+    page_size: int = 64  # positions of a page
+    max_requests: int = 16  # places in the rings
+    draft_tokens: int = 8  # positions that a truncation may take back without a replay
+    poison: bool = False  # fill what nobody owns with NaN
+
+    def __post_init__(self) -> None:
+        names = ("num_pages", "page_size", "max_requests")
+        problems = [
+            f"{name} is {getattr(self, name)}, must be at least 1"
+            for name in names
+            if getattr(self, name) < 1
+        ]
+        if self.draft_tokens < 0:
+            problems.append(f"draft_tokens is {self.draft_tokens}, must be at least 0")
+        if self.page_size % 2:
+            problems.append(f"page_size is {self.page_size}, must be even: groups are of 2 tokens")
+        if problems:
+            raise ConfigError("cache", problems)
+
+
+@dataclass
+class _Held:
+    """What one request holds."""
+
+    place: int
+    pages: list[int] = field(default_factory=list)
+    frozen: int = 0  # positions whose entries were found in shared pages
+    table: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Rows of the rings before a position, as stored; of layers whose window is whole there."""
+
+    position: int
+    rows: dict[Slot, Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        return sum(t.numel() * t.element_size() for t in self.rows.values())
+
+
+class PagedStore:
+    """A KVStore over pages and rings; requests must be opened and their pages reserved."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        numerics: NumericsConfig,
+        cache: CacheConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.config, self.cache, self.dtype = config, cache, dtype
+        self.device = torch.device(device)
+        self.allocator = PageAllocator(cache.num_pages)
+        self._held: dict[int, _Held] = {}
+        self._free_places = list(reversed(range(cache.max_requests)))
+        self._formats = {
+            kind: row_format(config, kind, numerics, dtype)
+            for kind in ("window", "pending", "main", "index")
+        }
+        self.pages = {
+            Slot(kind, source): self._storage(kind, cache.num_pages * self._per_page(source))
+            for source in config.kv_sources
+            for kind in ("main", "index")
+        }
+        pending = tuple(s for s in config.kv_sources if config.compress_ratios[s] > 1)
+        self.rings = {slot: self._ring(slot) for slot in ring_slots(config.num_layers, pending)}
+        self._addresses: dict[tuple[Spans, int], Addresses] = {}
+        self._entry_rows: dict[tuple[Spans, int], Tensor] = {}
+        self.rows_read = 0  # rows of pages, by read and pick
+
+    # requests
+
+    def open(self, request: int) -> None:
+        """Give a request its place; it holds no page yet."""
+        assert request not in self._held, f"request {request} is open already"
+        if not self._free_places:
+            raise InputError(
+                f"{self.cache.max_requests} requests are open; close one, or allow more "
+                "(max_requests)"
+            )
+        self._held[request] = _Held(self._free_places.pop())
+
+    def close(self, request: int) -> None:
+        """Forget a request; pages that nobody else holds are free again."""
+        held = self._held.pop(request)
+        self._release(held.pages)
+        for ring in self.rings.values():
+            ring.bounds.pop(held.place, None)
+            if self.cache.poison:
+                _poison(ring.rows[held.place * ring.size : (held.place + 1) * ring.size])
+        self._free_places.append(held.place)
+        self._forget_addresses()
+
+    def reserve(self, request: int, stop: int) -> None:
+        """Hold pages for every position below ``stop``. Raises OutOfPages and then takes none."""
+        held = self._held[request]
+        missing = -(-stop // self.cache.page_size) - len(held.pages)
+        if missing > 0:
+            held.pages += self.allocator.take(missing)
+            self._renew_table(held)
+
+    def pages_missing(self, request: int, stop: int) -> int:
+        """Pages that ``reserve`` would take."""
+        return max(0, -(-stop // self.cache.page_size) - len(self._held[request].pages))
+
+    def pages_of(self, request: int, length: int) -> list[int]:
+        """Pages that hold the first ``length`` positions."""
+        return self._held[request].pages[: -(-length // self.cache.page_size)]
+
+    def adopt(
+        self, request: int, pages: Sequence[int], known: int, recent: Sequence[int], start: int
+    ) -> None:
+        """Let an empty request continue at ``start`` with pages that know ``known`` positions.
+
+        The last page is copied where only a part of it is known. ``recent`` are the token ids
+        right before ``start``.
+        """
+        held = self._held[request]
+        assert not held.pages, f"request {request} holds pages already"
+        whole, rest = divmod(known, self.cache.page_size)
+        own = self.allocator.take(1) if rest else []
+        self.allocator.share(pages[:whole])
+        held.pages = [*pages[:whole], *own]
+        held.frozen = known
+        if rest:
+            self._copy_page(pages[whole], own[0])
+        self._renew_table(held)
+        self._put_tokens(held, recent, start)
+
+    def snapshot(self, request: int, position: int) -> Snapshot:
+        """Copy what the rings hold right before a position, of layers with a whole window."""
+        reach = min(position, self.config.attention.window_size - 1)
+        held, rows = self._held[request], {}
+        for slot, ring in self.rings.items():
+            bounds = ring.bounds.get(held.place, RingBounds())
+            count = min(reach if slot.kind == "window" else ring.size, bounds.rows_before(position))
+            if slot.kind != "window" or count == reach:
+                span = Spans((request,), (position - count,), (position,))
+                rows[slot] = ring.rows[self._ring_rows(span, ring.size).rows].clone()
+        return Snapshot(position, rows)
+
+    def restore(self, request: int, snapshot: Snapshot) -> None:
+        """Put a snapshot's rows back; the request continues at its position."""
+        held = self._held[request]
+        for slot, rows in snapshot.rows.items():
+            ring = self.rings[slot]
+            span = Spans((request,), (snapshot.position - len(rows),), (snapshot.position,))
+            ring.rows[self._ring_rows(span, ring.size).rows] = rows
+            bounds = ring.bounds.setdefault(held.place, RingBounds())
+            bounds.first, bounds.stop = span.firsts[0], span.stops[0]
+            bounds.high = bounds.stop
+
+    # the KVStore protocol
+
+    def write(self, slot: Slot, spans: Spans, rows: Tensor, unrounded: Tensor) -> None:
+        """Set rows; entries that a request found in shared pages stay as they are."""
+        if slot in self.rings:
+            ring = self.rings[slot]
+            places = self._places(spans.requests)
+            source = rows if slot == TOKENS else unrounded.detach()
+            ring.write(places, spans, self._ring_rows(spans, ring.size), source)
+            return
+        ratio = self.config.compress_ratios[slot.layer]
+        firsts = [
+            min(max(first, self._held[r].frozen // ratio), stop)
+            for r, first, stop in zip(spans.requests, spans.firsts, spans.stops, strict=True)
+        ]
+        fresh = unrounded.detach()
+        if tuple(firsts) != spans.firsts:
+            parts = zip(fresh.split(spans.counts), firsts, spans.firsts, strict=True)
+            fresh = torch.cat([part[new - old :] for part, new, old in parts])
+            spans = Spans(spans.requests, tuple(firsts), spans.stops)
+        self.pages[slot][self._page_rows(spans, ratio)] = self._formats[slot.kind].pack(fresh)
+
+    def read(self, slot: Slot, spans: Spans) -> Tensor:
+        """Get rows, packed request by request."""
+        if slot in self.rings:
+            ring = self.rings[slot]
+            dtype = self._formats["pending"].dtype if slot.kind == "pending" else self.dtype
+            return ring.read(self._ring_rows(spans, ring.size), dtype)
+        return self._unpacked(slot, self._page_rows(spans, self.config.compress_ratios[slot.layer]))
+
+    def pick(self, slot: Slot, spans: Spans, rows: Int[Tensor, " n"]) -> Tensor:
+        """Get some rows of what ``read`` would give, without reading the others."""
+        per_page = self._per_page(slot.layer)
+        bounds = torch.tensor([0, *spans.counts], device=self.device).cumsum(0)
+        of = torch.searchsorted(bounds, rows, right=True) - 1  # whose row it is
+        entries = rows - bounds[of] + torch.tensor(spans.firsts, device=self.device)[of]
+        tables = [self._held[request].table for request in spans.requests]
+        begin = torch.tensor([0, *map(len, tables)][:-1], device=self.device).cumsum(0)
+        page = torch.cat(tables)[begin[of] + entries // per_page]
+        return self._unpacked(slot, page * per_page + entries % per_page)
+
+    def rows_before(
+        self, slot: Slot, requests: tuple[int, ...], starts: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """How many rows right before ``starts`` the ring of each request still has."""
+        bounds = self.rings[slot].bounds
+        return tuple(
+            bounds[place].rows_before(start) if (place := self._held[r].place) in bounds else 0
+            for r, start in zip(requests, starts, strict=True)
+        )
+
+    def truncate(self, request: int, position: int) -> None:
+        """Forget everything that positions >= ``position`` wrote, up to ``draft_tokens`` back."""
+        length, held = self.length(request), self._held[request]
+        high = max(ring.bounds[held.place].high for ring in self._rings_of(held))
+        lowest = max(0, high - self.cache.draft_tokens)
+        if not lowest <= position <= length and position != 0:
+            raise InputError(
+                f"request {request} has {length} positions and can be truncated to {lowest} or "
+                f"later, not to {position}; close it and prefill again"
+            )
+        for ring in self._rings_of(held):
+            bounds = ring.bounds[held.place]
+            bounds.stop = min(bounds.stop, position)
+            bounds.first = min(bounds.first, bounds.stop)
+        keep = -(-position // self.cache.page_size)
+        self._release(held.pages[keep:])
+        del held.pages[keep:]
+        held.frozen = min(held.frozen, position)
+        if position % self.cache.page_size and self.allocator.references(held.pages[-1]) > 1:
+            shared, [held.pages[-1]] = held.pages[-1], self.allocator.take(1)
+            self._copy_page(shared, held.pages[-1])
+            self._release([shared])
+        self._renew_table(held)
+
+    def length(self, request: int) -> int:
+        """Positions written so far; 0 for a request that is not open."""
+        if request not in self._held:
+            return 0
+        bounds = self.rings[TOKENS].bounds.get(self._held[request].place)
+        return bounds.stop if bounds else 0
+
+    # storage
+
+    def page_bytes(self) -> int:
+        """Bytes of one page in all kv sources."""
+        return sum(
+            self._per_page(slot.layer) * self._formats[slot.kind].row_bytes for slot in self.pages
+        )
+
+    def read_page(self, page: int) -> Tensor:
+        """Bytes of a page, all kv sources one after the other."""
+        return torch.cat(
+            [rows.contiguous().view(torch.uint8).flatten() for rows in self._rows_of(page)]
+        )
+
+    def write_page(self, page: int, data: Tensor) -> None:
+        """Set a page from the bytes of ``read_page``."""
+        rows = self._rows_of(page)
+        sizes = [part.numel() * part.element_size() for part in rows]
+        for part, raw in zip(rows, data.split(sizes), strict=True):
+            part.copy_(raw.view(part.dtype).view_as(part))
+
+    def _rows_of(self, page: int) -> list[Tensor]:
+        counts = {slot: self._per_page(slot.layer) for slot in self.pages}
+        return [rows[page * counts[s] : (page + 1) * counts[s]] for s, rows in self.pages.items()]
+
+    def _copy_page(self, source: int, target: int) -> None:
+        for old, new in zip(self._rows_of(source), self._rows_of(target), strict=True):
+            new.copy_(old)
+
+    def _release(self, pages: Sequence[int]) -> None:
+        self.allocator.release(pages)
+        if self.cache.poison:
+            for page in pages:
+                if self.allocator.references(page) == 0:
+                    for rows in self._rows_of(page):
+                        _poison(rows)
+
+    def _per_page(self, source: int) -> int:
+        return self.cache.page_size // self.config.compress_ratios[source]
+
+    def _storage(self, kind: str, rows: int) -> Tensor:
+        stored: RowFormat = self._formats[kind]
+        made = torch.zeros(rows, stored.columns, dtype=stored.dtype, device=self.device)
+        if self.cache.poison:
+            _poison(made)
+        return made
+
+    def _ring(self, slot: Slot) -> Ring:
+        places, drafts = self.cache.max_requests, self.cache.draft_tokens
+        if slot == TOKENS:
+            engram = self.config.engram
+            size = (engram.max_ngram if engram else 1) + drafts
+            return Ring(
+                torch.zeros(places * size, dtype=torch.int64, device=self.device), size, None
+            )
+        size = (self.config.attention.window_size if slot.kind == "window" else 2) + drafts
+        return Ring(self._storage(slot.kind, places * size), size, self._formats[slot.kind])
+
+    def _rings_of(self, held: _Held) -> list[Ring]:
+        return [ring for ring in self.rings.values() if held.place in ring.bounds]
+
+    def _put_tokens(self, held: _Held, recent: Sequence[int], start: int) -> None:
+        ring = self.rings[TOKENS]
+        recent = recent[-ring.size :]
+        at = torch.arange(start - len(recent), start) % ring.size + held.place * ring.size
+        ring.rows[at.to(self.device)] = torch.tensor(recent, dtype=torch.int64, device=self.device)
+        ring.bounds[held.place] = RingBounds(start - len(recent), start, start)
+
+    # addresses
+
+    def _places(self, requests: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self._held[request].place for request in requests)
+
+    def _ring_rows(self, spans: Spans, size: int) -> Addresses:
+        key = (spans, size)
+        if key not in self._addresses:
+            places = self._places(spans.requests)
+            self._addresses[key] = ring_addresses(places, spans, size, self.device)
+        return self._addresses[key]
+
+    def _page_rows(self, spans: Spans, ratio: int) -> Int[Tensor, " n"]:
+        key = (spans, ratio)
+        if key not in self._entry_rows:
+            per_page, parts = self.cache.page_size // ratio, []
+            for request, first, stop in zip(spans.requests, spans.firsts, spans.stops, strict=True):
+                entries = torch.arange(first, stop, device=self.device)
+                table = self._held[request].table
+                parts.append(table[entries // per_page] * per_page + entries % per_page)
+            self._entry_rows[key] = torch.cat(parts)
+        return self._entry_rows[key]
+
+    def _unpacked(self, slot: Slot, rows: Int[Tensor, " n"]) -> Tensor:
+        self.rows_read += len(rows)
+        return self._formats[slot.kind].unpack(self.pages[slot][rows], self.dtype)
+
+    def _renew_table(self, held: _Held) -> None:
+        held.table = torch.tensor(held.pages, dtype=torch.int64, device=self.device)
+        self._forget_addresses()
+
+    def _forget_addresses(self) -> None:
+        self._addresses.clear()
+        self._entry_rows.clear()
+
+
+def _poison(rows: Tensor) -> None:
+    rows.fill_(torch.nan if rows.is_floating_point() else POISON_BYTE)

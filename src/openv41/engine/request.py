@@ -1,0 +1,101 @@
+"""What the engine is asked, and what it answers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from torch import Tensor
+
+from openv41.engine.sampler import SamplingConfig
+from openv41.errors import ConfigError
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"  # EOS, a stop id or a stop string
+    LENGTH = "length"  # max_tokens, or the model's last position
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token and the natural logarithm of its probability."""
+
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt and how to go on from it.
+
+    ``logprobs`` and ``prompt_logprobs`` count the alternatives listed beside each token's own
+    log-probability; None lists nothing. ``choices`` are discrete choices to replay, as recorded by
+    ``record_choices``.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    record_choices: bool = False
+    choices: Mapping[str, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not self.prompt:
+            problems.append("the prompt holds no token; give at least BOS")
+        if self.max_tokens < 1:
+            problems.append(f"max_tokens is {self.max_tokens}, must be at least 1")
+        if any(not s for s in self.stop):
+            problems.append("stop holds an empty string; leave it out")
+        problems += [
+            f"{name} is {count}, must be at least 0"
+            for name in ("logprobs", "prompt_logprobs")
+            if (count := getattr(self, name)) is not None and count < 0
+        ]
+        if problems:
+            raise ConfigError("request", problems)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """A step of an answer: a new token, the end, or both.
+
+    ``text`` is what became readable: bytes of an unfinished character and of a possible stop
+    string wait for what follows. The first event tells about the prompt, the last one has a
+    ``finish_reason``.
+    """
+
+    token: int | None = None
+    text: str = ""
+    logprob: TokenLogprob | None = None
+    top: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    prompt_top: tuple[tuple[TokenLogprob, ...], ...] = ()
+    choices: Mapping[str, Tensor] | None = None  # of the last event, where they are recorded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A finished request. ``tokens`` hold neither EOS nor a stop id; ``text`` no stop string."""
+
+    tokens: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprob, ...] = ()
+    top: tuple[tuple[TokenLogprob, ...], ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()  # None for the first token
+    prompt_top: tuple[tuple[TokenLogprob, ...], ...] = ()
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    choices: Mapping[str, Tensor] | None = None
+    error: str | None = None

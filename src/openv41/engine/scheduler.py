@@ -1,0 +1,115 @@
+"""Continuous batching: which tokens of which requests are computed in a step.
+
+Requests that decode come first, one token each; prompts share what the budget leaves, the oldest
+first where it does not divide. When pages run out the youngest request gives up its own and is
+computed again later.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from openv41.engine.job import Job
+from openv41.engine.paged_store import PagedStore
+from openv41.engine.pages import OutOfPages
+from openv41.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    """Limits of a step and of the queue."""
+
+    tokens_per_step: int = 512
+    max_queue: int = 1024
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} is {getattr(self, name)}, must be at least 1"
+            for name in ("tokens_per_step", "max_queue")
+            if getattr(self, name) < 1
+        ]
+        if problems:
+            raise ConfigError("schedule", problems)
+
+
+class Scheduler:
+    """Waiting and running jobs; ``admit`` gives a job its place and finds what is cached."""
+
+    def __init__(
+        self,
+        config: ScheduleConfig,
+        store: PagedStore,
+        *,
+        admit: Callable[[Job], None],
+        make_room: Callable[[int], int],
+    ) -> None:
+        self.config, self._store = config, store
+        self._admit, self._make_room = admit, make_room
+        self.waiting: deque[Job] = deque()
+        self.running: list[Job] = []  # the oldest first
+        self.preemptions = 0
+
+    def next_step(self) -> list[tuple[Job, int]]:
+        """Choose jobs and how many tokens of each; their pages are reserved."""
+        self._fill_places()
+        budget = self.config.tokens_per_step
+        decoding = [job for job in self.running if not job.is_prefill][:budget]
+        shares = [(job, 1) for job in decoding]
+        budget -= len(decoding)
+        prompts = [job for job in self.running if job.is_prefill][:budget]
+        for index, job in enumerate(prompts):
+            share = -(-budget // (len(prompts) - index))
+            shares.append((job, min(share, job.pending)))
+            budget -= shares[-1][1]
+        step = []
+        for job, count in shares:
+            if job in self.running and self._reserve(job, count):
+                step.append((job, count))
+        return [(job, count) for job, count in step if job in self.running]
+
+    def remove(self, job: Job) -> None:
+        """Take a job out, wherever it is, and free what it holds."""
+        if job in self.running:
+            self.running.remove(job)
+            self._store.close(job.number)
+        elif job in self.waiting:
+            self.waiting.remove(job)
+
+    def _fill_places(self) -> None:
+        while self.waiting and len(self.running) < self._store.cache.max_requests:
+            job = self.waiting[0]
+            first = min(job.pending, self.config.tokens_per_step)
+            needed = -(-first // self._store.cache.page_size) + 1
+            if self._free_pages(needed) < needed and self.running:
+                return  # those who run first
+            self.waiting.popleft()
+            self._store.open(job.number)
+            self.running.append(job)
+            self.running.sort(key=lambda j: j.number)
+            self._admit(job)
+
+    def _free_pages(self, wanted: int) -> int:
+        missing = wanted - self._store.allocator.free
+        if missing > 0:
+            self._make_room(missing)
+        return self._store.allocator.free
+
+    def _reserve(self, job: Job, count: int) -> bool:
+        """Reserve pages; take them from the cache, then from the youngest job."""
+        while True:
+            self._free_pages(self._store.pages_missing(job.number, job.done + count))
+            try:
+                self._store.reserve(job.number, job.done + count)
+            except OutOfPages:
+                youngest = self.running[-1]
+                self._preempt(youngest)
+                if youngest is job:
+                    return False
+            else:
+                return True
+
+    def _preempt(self, job: Job) -> None:
+        self.remove(job)
+        job.restart()
+        self.waiting.appendleft(job)
+        self.preemptions += 1

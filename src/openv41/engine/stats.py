@@ -1,0 +1,77 @@
+"""What an engine has done and holds."""
+
+from dataclasses import dataclass
+
+from openv41.engine.job import Job
+from openv41.engine.paged_store import PagedStore
+from openv41.engine.prefixes import Prefixes
+from openv41.engine.scheduler import Scheduler
+from openv41.io.engram_store import engram_counters
+from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStats:
+    """Counters since the start; what waits, runs and is held now."""
+
+    queued: int
+    running: int
+    pages_used: int
+    pages_free: int
+    pages_cached: int  # of those in use, the ones that the prefix cache holds
+    prompt_tokens: int
+    generated_tokens: int
+    prefix_hit_tokens: int
+    prefill_rows: int  # of prompts that were fed, times layers
+    prefill_rows_skipped: int  # those of them that no layer had to compute
+    preemptions: int
+    engram_rows: int
+    engram_hits: int
+    engram_bytes: int
+    engram_stalls: int
+
+
+@dataclass
+class Figures:
+    """What an engine counts itself."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefill_rows: int = 0
+    prefill_rows_skipped: int = 0
+
+    def count(self, job: Job, count: int) -> None:
+        """Note the rows of a prompt that were just computed."""
+        if job.rows is None:
+            return
+        start = job.done - count
+        skipped = sum(min(max(first - start, 0), count) for first in job.rows.firsts)
+        self.prefill_rows += count * len(job.rows.firsts)
+        self.prefill_rows_skipped += skipped
+
+    def stats(
+        self,
+        model: CausalEncoderDecoder,
+        store: PagedStore,
+        scheduler: Scheduler,
+        prefixes: Prefixes,
+    ) -> EngineStats:
+        """All figures at this moment."""
+        engram, free = engram_counters(model), store.allocator.free
+        return EngineStats(
+            queued=len(scheduler.waiting),
+            running=len(scheduler.running),
+            pages_used=store.cache.num_pages - free,
+            pages_free=free,
+            pages_cached=len(prefixes),
+            prompt_tokens=self.prompt_tokens,
+            generated_tokens=self.generated_tokens,
+            prefix_hit_tokens=prefixes.hit_tokens,
+            prefill_rows=self.prefill_rows,
+            prefill_rows_skipped=self.prefill_rows_skipped,
+            preemptions=scheduler.preemptions,
+            engram_rows=engram.rows,
+            engram_hits=engram.hits,
+            engram_bytes=engram.bytes_read,
+            engram_stalls=engram.stalls,
+        )
