@@ -92,3 +92,11 @@ def test_unknown_presets_and_data(data, tmp_path):
     assert result.exit_code == 2
     assert "nowhere" in result.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_resume_needs_a_run(data, tmp_path):
+    result = invoke(data, tmp_path / "run", "--resume")
+    assert result.exit_code == 2
+    assert "run holds no run to resume: there is no such folder; name the folder" in result.stderr
+    assert result.stdout == ""
+    assert not (tmp_path / "run").exists()

@@ -1,5 +1,6 @@
 """Resuming is exact: the same losses to the last bit, whatever ended the run."""
 
+import json
 import os
 import random
 import signal
@@ -11,9 +12,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from openv41.errors import CheckpointError, ConfigError
+from openv41.errors import CheckpointError, ConfigError, InputError
 from openv41.train.checkpoint import FOLDER, has_run, load_newest
 from openv41.train.loop import StoppedError, Trainer
+from openv41.train.metrics import LOG_FILE
 from openv41.train.token_shards import prepare_shards
 from tests.conftest import REPOSITORY
 from tests.train.runs import mini_run, read_log
@@ -96,11 +98,46 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_it(shards, tmp_path, 
         load_newest(run.out)
 
 
+@pytest.mark.parametrize("place", ["a weight", "a moment", "the random state", "the description"])
+def test_one_wrong_bit_is_noticed(shards, tmp_path, caplog, place):
+    run = mini_run(shards, tmp_path / "out", tokens=128)
+    Trainer(run, resume=False).fit()
+    newest = sorted((run.out / FOLDER).iterdir())[-1]
+    content = bytearray(newest.read_bytes())
+    header_size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + header_size])
+    names = {
+        "a weight": "model.head.weight",
+        "a moment": "optimizer.head.weight.exp_avg",
+        "the random state": "rng",
+    }
+    if place in names:
+        first, last = header[names[place]]["data_offsets"]
+        content[8 + header_size + (first + last) // 2] ^= 1
+    else:
+        content[content.index(b"seed") + 8] ^= 1  # 3 becomes 2
+    newest.write_bytes(content)
+    assert load_newest(run.out).step == 2
+    assert "step-000000004.safetensors cannot be read (its checksum is another)" in caplog.text
+
+
 def test_resume_before_the_first_checkpoint_starts_anew(shards, tmp_path, caplog):
-    trainer = Trainer(mini_run(shards, tmp_path / "out"), resume=True)
+    (tmp_path / LOG_FILE).write_text("")
+    trainer = Trainer(mini_run(shards, tmp_path), resume=True)
     assert trainer.step == 0
     assert "holds no checkpoint yet" in caplog.text
-    assert not has_run(tmp_path / "out")
+    assert not has_run(tmp_path)
+
+
+def test_nothing_to_resume_is_an_error(shards, tmp_path):
+    run = mini_run(shards, tmp_path / "out")
+    with pytest.raises(InputError, match=r"out holds no run to resume: there is no such folder"):
+        Trainer(run, resume=True)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("")
+    message = r"out holds no run to resume: there is no log\.jsonl and no resume/step-\*\.saf.*"
+    with pytest.raises(InputError, match=message + "leave out --resume"):
+        Trainer(run, resume=True)
 
 
 def test_another_run_is_refused_and_the_differences_named(shards, tmp_path, text_tokenizer):

@@ -2,11 +2,13 @@
 
 A file is written whole or not at all; the newest two are kept. It is a safetensors file: parameters
 as ``model.*``, AdamW's moments as ``optimizer.NAME.*``, the random state, and in its metadata the
-next step and a description of the run. The place in the data follows from the step.
+next step, a description of the run, and a checksum of it all. The place in the data follows from
+the step.
 """
 
 import json
 import logging
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +25,7 @@ from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 
 FOLDER = "resume"
 KEPT = 2
-FORMAT = "openv41-training-state-1"
+FORMAT = "openv41-training-state-2"
 METADATA_KEY = "state"  # one key, since the library writes several in any order
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ def save_state(
     """Write the state before ``step`` and remove all but the newest files."""
     tensors = dict(_tensors(model, optimizer))
     about = {"format": FORMAT, "step": step, "run": description}
+    about["checksum"] = _checksum(about, tensors)
     path = folder / FOLDER / f"step-{step:09}.safetensors"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,7 +136,18 @@ def _read(path: Path) -> State:
         if about["format"] != FORMAT:
             raise ValueError(f"format {about['format']!r}")
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- no dict
+    if about.pop("checksum") != _checksum(about, tensors):
+        raise ValueError("its checksum is another")
     return State(about["step"], about["run"], tensors)
+
+
+def _checksum(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
+    """Checksum of the description and of the tensors' names and bytes."""
+    checksum = zlib.crc32(json.dumps(about).encode())
+    for name in sorted(tensors):
+        content = tensors[name].cpu().flatten().view(torch.uint8).numpy().data
+        checksum = zlib.crc32(content, zlib.crc32(name.encode(), checksum))
+    return checksum
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

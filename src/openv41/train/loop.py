@@ -23,6 +23,7 @@ from openv41.io.tokenizer import load_tokenizer
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.model.init import init_weights
 from openv41.train.balance import worst_load
+from openv41.train.checkpoint import FOLDER as RESUME_FOLDER
 from openv41.train.checkpoint import (
     Description,
     State,
@@ -153,13 +154,21 @@ class Trainer:
 
     def _find_state(self, *, resume: bool) -> State | None:
         out = self.run.out
+        has_begun = has_run(out) or (out / LOG_FILE).exists()
         if not resume:
-            if has_run(out) or (out / LOG_FILE).exists():
+            if has_begun:
                 raise InputError(
                     f"{out} holds a run already; add --resume to go on with it, or name a new "
                     "folder"
                 )
             return None
+        if not has_begun:
+            files = f"{LOG_FILE} and no {RESUME_FOLDER}/step-*.safetensors"
+            found = f"there is no {files}" if out.is_dir() else "there is no such folder"
+            raise InputError(
+                f"{out} holds no run to resume: {found}; name the folder of a run, or leave out "
+                "--resume to start a new one there"
+            )
         state = load_newest(out)
         if state is None:
             log.warning("%s holds no checkpoint yet; the run starts from the beginning", out)
