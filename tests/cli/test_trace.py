@@ -1,5 +1,7 @@
 """``openv41 trace``, ``compare`` and ``fixture`` from the command line."""
 
+import shutil
+
 import pytest
 from typer.testing import CliRunner
 
@@ -89,3 +91,23 @@ def test_trace_never_overwrites_what_it_reads(folder):
     assert result.exit_code == 2
     assert "is read by this command; name another file for --out" in result.stderr
     assert inputs.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["checkpoint/config.json", "checkpoint/../link/config.json", "checkpoint/a/old", "blob"],
+)
+def test_trace_never_overwrites_its_checkpoint(folder, tmp_path, place):
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    (copy / "link").symlink_to(copy / "checkpoint")
+    (copy / "checkpoint" / "a").mkdir()
+    (copy / "checkpoint" / "a" / "old").write_text("notes")
+    shard = next((copy / "checkpoint").glob("*.safetensors"))
+    shard.rename(copy / "blob")
+    shard.symlink_to(copy / "blob")
+    before = (copy / place).read_bytes()
+    result = trace(copy, copy / place)
+    assert result.exit_code == 2
+    assert f"{place} belongs to the checkpoint; name another file for --out" in result.stderr
+    assert (copy / place).read_bytes() == before

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from openv41.cli.device import resolve_device
-from openv41.cli.trace import Numerics
+from openv41.cli.numerics import Numerics
 from openv41.cli.ui import note
 from openv41.engine.async_engine import AsyncEngine
 from openv41.engine.engine import Engine, EngineConfig

@@ -1,11 +1,13 @@
 """``openv41 trace``: what a checkpoint computes, tensor by tensor."""
 
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from openv41.cli.numerics import Numerics
 from openv41.cli.ui import note
 from openv41.errors import InputError
 from openv41.io.checkpoint import load_model
@@ -30,14 +32,6 @@ class Case(StrEnum):
     IMAGE = "image"
 
 
-class Numerics(StrEnum):
-    """Where the forward rounds."""
-
-    F32 = "f32"
-    F32QAT = "f32qat"
-    RELEASED = "released"
-
-
 def trace(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder.", show_default=False)],
     *,
@@ -55,8 +49,7 @@ def trace(
         raise InputError(f"case {case} is not there yet: {NOT_YET[case]}")
     if feed is not None and (case, numerics) != (Case.PREFILL, Numerics.RELEASED):
         raise InputError("--feed works with --case prefill --numerics released")
-    if out.resolve() in {path.resolve() for path in (inputs, feed) if path is not None}:
-        raise InputError(f"{out} is read by this command; name another file for --out")
+    _check_free(out, checkpoint, [inputs] if feed is None else [inputs, feed])
     given = Inputs.read(inputs)
     model = load_model(checkpoint, numerics=TRACE_NUMERICS[numerics], dtype=TRACE_DTYPES[numerics])
     fed = None if feed is None else read_feed(feed, model, given)
@@ -64,3 +57,13 @@ def trace(
     about = {"case": case.value, "numerics": numerics.value, "fed": str(feed is not None).lower()}
     write_tensors(out, tensors, {"format": "pt", **about})
     note(f"{out}: {len(tensors)} tensors")
+
+
+def _check_free(out: Path, checkpoint: Path, read: Sequence[Path]) -> None:
+    """Refuse to overwrite what the command reads."""
+    place = out.resolve()
+    if place in {path.resolve() for path in read}:
+        raise InputError(f"{out} is read by this command; name another file for --out")
+    inside = out.exists() and place.is_relative_to(checkpoint.resolve())
+    if inside or place in {path.resolve() for path in checkpoint.glob("*")}:
+        raise InputError(f"{out} belongs to the checkpoint; name another file for --out")

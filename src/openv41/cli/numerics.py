@@ -1,0 +1,11 @@
+"""Names of the numerics on the command line."""
+
+from enum import StrEnum
+
+
+class Numerics(StrEnum):
+    """Where the forward rounds, see docs/numerics.md."""
+
+    F32 = "f32"
+    F32QAT = "f32qat"
+    RELEASED = "released"
