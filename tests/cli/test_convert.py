@@ -1,5 +1,7 @@
 """``openv41 convert``: between the released codes and plain numbers."""
 
+import shutil
+
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -60,11 +62,26 @@ def test_unknown_variant_lists_the_known_ones(small, tmp_path):
 
 def test_a_damaged_source_leaves_nothing(small, tmp_path):
     file = sorted(small.glob("*.safetensors"))[2]
-    for path in small.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    (tmp_path / file.name).write_bytes(file.read_bytes()[:-8])
-    before = sorted(path.name for path in tmp_path.iterdir())
-    result = run(tmp_path, tmp_path / "out", "--to", "float32")
+    damaged = tmp_path / "damaged"
+    shutil.copytree(small, damaged)
+    (damaged / file.name).write_bytes(file.read_bytes()[:-8])
+    result = run(damaged, tmp_path / "out", "--to", "float32")
     assert result.exit_code == 2
     assert f"{file.name}: truncated" in result.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert list(tmp_path.iterdir()) == [damaged]
+
+
+def test_one_folder_inside_the_other_is_refused(small, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(small, source)
+    (tmp_path / "link").symlink_to(source)
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    for target, how in [
+        (source / "a" / "out", "inside the source"),
+        (tmp_path / "link" / "out", "inside the source"),
+        (tmp_path, "around the source"),
+    ]:
+        result = run(source, target, "--to", "float32")
+        assert result.exit_code == 2
+        assert f"{target}: the destination is {how} ({source}); name a" in result.stderr
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before

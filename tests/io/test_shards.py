@@ -206,6 +206,10 @@ def test_damaged_files_are_named_together(folder):
             "a: bad index: '../x.safetensors' is no file",
         ),
         ('{"weight_map": {"a": 3}}', "a: bad index: 3 is no file name"),
+        (
+            '{"metadata": [7], "weight_map": {"a": "x.safetensors"}}',
+            "bad index: metadata is a list, must be an object",
+        ),
     ],
 )
 def test_bad_index(folder, content, reason):

@@ -142,8 +142,15 @@ def convert(
     source_folder: Path, folder: Path, *, variant: Variant, progress: Progress | None = None
 ) -> None:
     """Rewrite a checkpoint in another variant, a few rows at a time."""
-    if source_folder.resolve() == folder.resolve():
+    read, written = source_folder.resolve(), folder.resolve()
+    if read == written:
         raise CheckpointError(f"{folder}: source and destination are the same; name another folder")
+    if read in written.parents or written in read.parents:
+        how = "inside" if read in written.parents else "around"
+        raise CheckpointError(
+            f"{folder}: the destination is {how} the source ({source_folder}); name a folder "
+            "beside it"
+        )
     source, config, _ = open_source(source_folder)
     companions = read_companions(source_folder)
     write_checkpoint(

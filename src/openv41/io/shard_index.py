@@ -92,9 +92,13 @@ def _read_index(folder: Path) -> dict[str, str] | None:
             return None
         raise CheckpointError(_no_checkpoint(folder))
     try:
-        weight_map = json.loads(path.read_bytes())["weight_map"]
+        index = json.loads(path.read_bytes())
+        weight_map, metadata = index["weight_map"], index.get("metadata", {})
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: bad index: {type(error).__name__}: {error}") from None
+    if not isinstance(metadata, dict):
+        kind = type(metadata).__name__
+        raise CheckpointError(f"{path}: bad index: metadata is a {kind}, must be an object")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: bad index: weight_map must name at least one tensor")
     for tensor, file in weight_map.items():
