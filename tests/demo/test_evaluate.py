@@ -7,10 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from demo import evaluate
-from demo.evaluate import pack, score_documents
+from demo.evaluate import score_documents
 from openv41.io.tokenizer import train_tokenizer
-from openv41.train.data import evaluation_windows
+from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.train.token_shards import prepare_shards
 
 SENTENCE = "Now is the winter of our discontent made glorious summer by this sun of York.\n"
@@ -25,13 +24,17 @@ def shards(tmp_path):
     return prepare_shards([long, short], tokenizer, tmp_path / "shards")
 
 
-class UnevenModel:
+class UnevenModel(CausalEncoderDecoder):
     """Gives token 100 + (i % 7) half of the probability when it has read token i."""
 
     vocabulary = 259
+    config = SimpleNamespace(vocab_size=vocabulary)
     norm = SimpleNamespace(weight=torch.zeros(1))
 
-    def __call__(self, batch):
+    def __init__(self):
+        torch.nn.Module.__init__(self)
+
+    def forward(self, batch):
         p = torch.full((len(batch.token_ids), self.vocabulary), 0.5 / (self.vocabulary - 1))
         p[torch.arange(len(p)), 100 + batch.token_ids % 7] = 0.5
         return SimpleNamespace(hidden=p.log())
@@ -59,12 +62,3 @@ def test_score_is_the_sum_over_all_tokens_whatever_the_window(shards, context, s
         "short.txt": pytest.approx(by_hand(shards, 1), rel=1e-5),
     }
     assert sum(seen) == shards.num_tokens - 4  # BOS and EOS of two documents
-
-
-def test_packing_keeps_every_window_in_order(shards, monkeypatch):
-    monkeypatch.setattr(evaluate, "FORWARD_TOKENS", 1000)
-    windows = list(evaluation_windows(shards, sequence_length=64, stride=32))
-    packed = list(pack(iter(windows)))
-    assert [id(w) for group in packed for w in group] == [id(w) for w in windows]
-    assert max(sum(len(w.ids) for w in group) for group in packed) <= 1000
-    assert len(packed) > 1

@@ -13,8 +13,8 @@ from openv41.io.checkpoint import load_model
 from openv41.io.tokenizer import load_tokenizer
 from openv41.layers.batch import Batch
 from openv41.train.checkpoint import FOLDER
-from openv41.train.data import bits_per_byte
-from openv41.train.evaluate import HeldOut
+from openv41.train.data import bits_per_byte, evaluation_windows
+from openv41.train.evaluate import HeldOut, pack
 from openv41.train.loop import StoppedError, Trainer
 from openv41.train.step import DivergedError, next_tokens, summed_loss
 from openv41.train.token_shards import TokenShards, prepare_shards
@@ -118,6 +118,18 @@ def test_a_part_of_the_heldout_text_is_spread_over_it(finished):
         trainer.tokenizer.decode_bytes(w.ids[w.first_scored :].tolist()) for w in held.windows
     )
     assert held.num_bytes == len(texts)
+
+
+@pytest.mark.parametrize("forward_tokens", [1, 30, 1000])
+def test_packing_keeps_every_window_in_order(shards, forward_tokens):
+    windows = list(evaluation_windows(shards, sequence_length=10, stride=5))
+    packed = list(pack(iter(windows), forward_tokens))
+    assert [id(w) for group in packed for w in group] == [id(w) for w in windows]
+    sizes = [sum(len(w.ids) for w in group) for group in packed]
+    assert max(sizes) <= max(forward_tokens, 10)
+    firsts = [len(group[0].ids) for group in packed[1:]]
+    assert all(a + b > forward_tokens for a, b in zip(sizes, firsts, strict=False))
+    assert (len(packed) == len(windows)) == (forward_tokens == 1)
 
 
 def test_a_folder_with_a_run_is_not_overwritten(finished):

@@ -1,4 +1,7 @@
-"""Held-out bits per byte while a model trains, on a fixed part of the held-out text."""
+"""Losses of evaluation windows; held-out bits per byte while a model trains."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -32,25 +35,46 @@ class HeldOut:
         self.windows = [every[index * len(every) // wanted] for index in range(wanted)]
         scored = [i for w in self.windows for i in w.ids[w.first_scored :].tolist()]
         self.num_bytes = sum(len(tokenizer.token_bytes(token_id)) for token_id in scored)
-        self._per_forward = max(1, forward_tokens // sequence_length)
+        self._forward_tokens = forward_tokens
 
     def score(self, model: CausalEncoderDecoder) -> float:
         """Bits per byte of the scored tokens."""
-        nats = 0.0
-        for first in range(0, len(self.windows), self._per_forward):
-            nats += _summed_loss(model, self.windows[first : first + self._per_forward])
-        return bits_per_byte(nats, self.num_bytes)
+        scored = window_losses(model, self.windows, forward_tokens=self._forward_tokens)
+        return bits_per_byte(math.fsum(loss for _, loss in scored), self.num_bytes)
+
+
+def window_losses(
+    model: CausalEncoderDecoder, windows: Iterable[EvaluationWindow], *, forward_tokens: int
+) -> Iterator[tuple[EvaluationWindow, float]]:
+    """Each window with the summed loss in nats of its scored tokens."""
+    for packed in pack(windows, forward_tokens):
+        yield from zip(packed, _forward(model, packed), strict=True)
+
+
+def pack(
+    windows: Iterable[EvaluationWindow], forward_tokens: int
+) -> Iterator[list[EvaluationWindow]]:
+    """Group windows into forwards of at most ``forward_tokens``, or of one window."""
+    packed: list[EvaluationWindow] = []
+    size = 0
+    for window in windows:
+        if packed and size + len(window.ids) > forward_tokens:
+            yield packed
+            packed, size = [], 0
+        packed.append(window)
+        size += len(window.ids)
+    if packed:
+        yield packed
 
 
 @torch.no_grad()
-def _summed_loss(model: CausalEncoderDecoder, windows: list[EvaluationWindow]) -> float:
-    device = model.norm.weight.device
-    ids = torch.cat([window.ids for window in windows])
-    targets, start = [], 0
-    for window in windows:
-        targets.append(torch.arange(start + window.first_scored, start + len(window.ids)))
-        start += len(window.ids)
-    places = torch.cat(targets)
-    batch = Batch.packed(ids.to(device), [len(window.ids) for window in windows])
-    hidden = model(batch).hidden
-    return summed_loss(model, hidden, (places - 1).to(device), ids[places].to(device))
+def _forward(model: CausalEncoderDecoder, packed: Sequence[EvaluationWindow]) -> list[float]:
+    """Loss of each window, from one forward."""
+    lengths = [len(window.ids) for window in packed]
+    ids = torch.cat([window.ids for window in packed]).to(model.norm.weight.device)
+    hidden = model(Batch.packed(ids, lengths)).hidden
+    losses = []
+    for window, own, seen in zip(packed, ids.split(lengths), hidden.split(lengths), strict=True):
+        rows = torch.arange(window.first_scored - 1, len(own) - 1, device=own.device)
+        losses.append(summed_loss(model, seen, rows, own[rows + 1]))
+    return losses
