@@ -48,9 +48,10 @@ check: $(READY)
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 
+# Without the jaxtyping import hook, which slows every call.
 prove: $(READY)
 	@echo "==> Long proofs; figures go to benchmarks/results/prove.jsonl"
-	@$(BIN)/python -m pytest -m prove
+	@$(BIN)/python -m pytest -o addopts= --import-mode=importlib --strict-markers -m prove
 
 $(PEERS_READY): tests/peers/requirements.txt tests/peers/peers.txt
 	@echo "==> Installing the peers into .peers (own environment, a few minutes)"
