@@ -153,7 +153,8 @@ def test_nan_never_passes(both):
         a["layers.0.out"][1, 1] = torch.nan
     result = compare_tensors(a, b, bounds="f32")
     assert (result.first.name, result.first.status) == ("layers.0.out", "differs")
-    assert "1 values are NaN" in result.first.reason
+    count = "1 in a, 1 in b" if both else "0 in a, 1 in b"
+    assert result.first.reason == f"values that are NaN: {count}"
 
 
 def test_infinite_margins_are_equal_to_each_other_alone():

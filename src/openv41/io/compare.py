@@ -179,10 +179,12 @@ def _compare_floats(
     if name.endswith("expert_weights"):
         left, right = _same_experts(name, a, b)
     error = torch.where(left == right, 0, (left - right).abs())
-    if (nans := int(error.isnan().sum())) or not error.numel():
-        reason = f"{nans} values are NaN or infinite on one side" if nans else ""
-        status = "differs" if nans else "equal"
-        return TensorDifference(name=name, status=status, reason=reason)
+    if error.isnan().any():
+        nans = (int(side.isnan().sum()) for side in (left, right))
+        reason = "values that are NaN: {} in a, {} in b".format(*nans)
+        return TensorDifference(name=name, status="differs", reason=reason)
+    if not error.numel():
+        return TensorDifference(name=name, status="equal")
     finite = left[left.isfinite()]
     spread = float(finite.std(correction=0)) if finite.numel() else 0.0
     mean = float(error.mean())
