@@ -1,5 +1,6 @@
 """Cases, margins, inputs and feeds of a trace, on a small fixture."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -99,9 +100,33 @@ def test_feed_needs_every_row_and_every_source(released, inputs, tmp_path):
     write_tensors(tmp_path / "short", short, {})
     with pytest.raises(InputError) as caught:
         read_feed(tmp_path / "short", model, inputs)
-    assert "layers.0.out has 9 rows, the case has 64" in str(caught.value)
+    assert "layers.0.out is [9, 4, 32], must be [64, 4, 32]" in str(caught.value)
     assert "no tensor layers.5.main_kv" in str(caught.value)
     assert "prefill_released file" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("problem", "change"),
+    [
+        ("layers.0.out is [64, 3, 32], must be [64, 4, 32]", lambda t: t[:, :3]),
+        ("layers.0.out is [], must be [64, 4, 32]", lambda t: t.sum()),
+        ("layers.0.pre_mix_out is int32, must be floats", lambda t: t.int()),
+        ("layers.2.main_kv is [32, 3], must be [32, 32]", lambda t: t[:, :3]),
+        ("layers.5.index_k is [63, 32], must be [64, 32]", lambda t: t[1:]),
+        ("layers.2.topk_indices holds 32, must be in -1..31", lambda t: 0 * t + 32),
+        ("layers.7.topk_indices holds -10, must be in -1..63", lambda t: t - 9),
+        ("layers.3.topk_indices is [64], must be [64, any]", lambda t: t[:, 0]),
+        ("layers.5.candidate_mask is float32, must be whole numbers", lambda t: t.float()),
+        ("layers.5.candidate_mask holds 2, must be in 0..1", lambda t: t + 1),
+        ("subset_positions holds 72, must be in 0..63", lambda t: t + 9),
+    ],
+)
+def test_feed_of_another_model(released, inputs, tmp_path, problem, change):
+    model, trace = released
+    name = problem.split()[0]
+    write_tensors(tmp_path / "feed", {**trace, name: change(trace[name])}, {})
+    with pytest.raises(InputError, match=re.escape(f"cannot be fed: {problem}; give the")):
+        read_feed(tmp_path / "feed", model, inputs)
 
 
 @pytest.mark.parametrize(

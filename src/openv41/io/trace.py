@@ -193,34 +193,62 @@ def trace_batch(model: CausalEncoderDecoder, inputs: Inputs) -> dict[str, Tensor
 def read_feed(path: Path, model: CausalEncoderDecoder, inputs: Inputs) -> dict[str, Tensor]:
     """Read a prefill file whose tensors shall be the layers' inputs, and check that it has them."""
     feed, problems = read_tensors(path), []
-    for name, rows in _needed_feed(model, len(inputs.text_ids)).items():
-        if name not in feed:
-            problems.append(f"no tensor {name}")
-        elif rows is not None and len(feed[name]) != rows:
-            problems.append(f"{name} has {len(feed[name])} rows, the case has {rows}")
+    for name, need in _needed_feed(model, len(inputs.text_ids)).items():
+        problem = need.problem_of(feed[name]) if name in feed else f"no tensor {name}"
+        if problem:
+            problems.append(f"{name} {problem}" if name in feed else problem)
     if problems:
         raise InputError(
             f"{path} cannot be fed: {'; '.join(problems[:4])}"
             f"{f' and {len(problems) - 4} more' if len(problems) > 4 else ''}; "
-            "give a prefill_released file, which holds every row"
+            "give the prefill_released file of this model and case, which holds every row"
         )
     return feed
 
 
-def _needed_feed(model: CausalEncoderDecoder, tokens: int) -> dict[str, int | None]:
-    needed: dict[str, int | None] = {"subset_positions": None}
-    for plan in plan_layers(model.config):
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """Shape of a tensor that is fed (None is any size), and the range of its whole numbers."""
+
+    shape: tuple[int | None, ...]
+    allowed: range | None = None  # None: floats
+
+    def problem_of(self, found: Tensor) -> str:
+        """Say what is wrong with a tensor, or nothing."""
+        sizes = [*found.shape]
+        if len(sizes) != len(self.shape) or any(
+            want not in (None, size) for size, want in zip(sizes, self.shape, strict=True)
+        ):
+            wanted = ", ".join("any" if want is None else str(want) for want in self.shape)
+            return f"is {sizes}, must be [{wanted}]"
+        if found.is_floating_point() != (self.allowed is None):
+            kind = "floats" if self.allowed is None else "whole numbers"
+            return f"is {str(found.dtype).removeprefix('torch.')}, must be {kind}"
+        if self.allowed is None or not found.numel():
+            return ""
+        least, most = int(found.min()), int(found.max())
+        outside = [value for value in (least, most) if value not in self.allowed]
+        bounds = f"{self.allowed[0]}..{self.allowed[-1]}"
+        return f"holds {outside[0]}, must be in {bounds}" if outside else ""
+
+
+def _needed_feed(model: CausalEncoderDecoder, tokens: int) -> dict[str, _Need]:
+    config, streams = model.config, model.config.mhc.num_streams
+    needed = {"subset_positions": _Need((None,), range(tokens))}
+    for plan in plan_layers(config):
         name = f"layers.{plan.layer}"
-        needed |= {f"{name}.out": tokens, f"{name}.pre_mix_out": tokens}
+        entries = tokens // plan.ratio if plan.ratio else 0
+        needed[f"{name}.out"] = _Need((tokens, streams, config.hidden_size))
+        needed[f"{name}.pre_mix_out"] = _Need((tokens, streams))
         if plan.has_engram:
-            needed[f"{name}.after_engram"] = tokens
+            needed[f"{name}.after_engram"] = needed[f"{name}.out"]
         if plan.is_kv_source:
-            entries = tokens // plan.ratio
-            needed |= {f"{name}.main_kv": entries, f"{name}.index_k": entries}
+            needed[f"{name}.main_kv"] = _Need((entries, config.attention.head_dim))
+            needed[f"{name}.index_k"] = _Need((entries, config.indexer.head_dim))
         if plan.is_index_source:
-            needed[f"{name}.topk_indices"] = tokens
+            needed[f"{name}.topk_indices"] = _Need((tokens, None), range(-1, entries))
         if plan.publishes_candidates:
-            needed[f"{name}.candidate_mask"] = tokens
+            needed[f"{name}.candidate_mask"] = _Need((tokens, entries), range(2))
     return needed
 
 
