@@ -21,14 +21,13 @@ from demo.report import (
     write_summary,
 )
 from demo.runner import Runner, StageError
+from demo.serving import Served, measure_serving
 from openv41.config import NUMERICS
 from openv41.io.atomic import write_atomic
 from openv41.io.checkpoint import load_model
-from openv41.io.hf_config import read_config
-from openv41.model.flops import cache_bytes
 from openv41.train.token_shards import TokenShards
 
-STAGES = 9
+STAGES = 10
 FOLDERS = ("text", "tokenizer", "data", "train", "export")
 SUMMARY_FILE, CURVE_FILE, REPORT_FILE = "summary.json", "loss_curve.png", "report.html"
 LOG_FILE, CHECKPOINT = "log.jsonl", "checkpoint"  # inside the folder of a training run
@@ -76,6 +75,13 @@ def run_demo(run: Runner, out: Path, data: Path, tokens: int) -> Summary:
         measured = evaluate(run, export, shards["heldout"], corpus.heldout_bytes)
     with run.stage("generate", "text from the export"):
         sample = generate(run, export)
+    with run.stage("serve", f"a prompt of {settings.SERVED_TOKENS:,} tokens, cold and warm"):
+        text = shards["heldout"].read(0, shards["heldout"].num_tokens).tolist()
+        served = measure_serving(export, text)
+        run.say(
+            f"first token after {served.cold_seconds:.2f} s cold, {served.warm_seconds:.2f} s with "
+            f"{served.hit_tokens:,} tokens known"
+        )
     with run.stage("report", "the loss curve, the table, summary.json, an HTML page"):
         summary = summarise(
             run,
@@ -86,6 +92,7 @@ def run_demo(run: Runner, out: Path, data: Path, tokens: int) -> Summary:
             shards=shards,
             tokens=tokens,
             sample=sample,
+            served=served,
         )
         bytes_per_token = shards["train"].num_bytes / shards["train"].num_tokens
         curve = read_log(out / "train" / LOG_FILE, bytes_per_token)
@@ -180,6 +187,7 @@ def summarise(
     shards: Mapping[str, TokenShards],
     tokens: int,
     sample: str,
+    served: Served,
 ) -> Summary:
     """Collect every figure."""
     best = min(baselines.trigram.values())
@@ -203,7 +211,11 @@ def summarise(
         epochs_seen=tokens / shards["train"].num_tokens,
         vocabulary=settings.VOCABULARY,
         parameters=measured.num_parameters,
-        cache_bytes_per_token=cache_bytes(read_config(export)).global_per_token,
+        cache_bytes_per_token=served.bytes_per_token,
+        prefill_rows_skipped=served.rows_skipped,
+        prefix_cold_seconds=served.cold_seconds,
+        prefix_hit_seconds=served.warm_seconds,
+        prefix_hit_tokens=served.hit_tokens,
         export_bytes=sum(file.stat().st_size for file in export.glob("*.safetensors")),
         seed=settings.SEED,
         train_seconds=run.seconds["train"],

@@ -44,6 +44,10 @@ class Summary:
     vocabulary: int
     parameters: int
     cache_bytes_per_token: float
+    prefill_rows_skipped: float
+    prefix_cold_seconds: float
+    prefix_hit_seconds: float
+    prefix_hit_tokens: int
     export_bytes: int
     seed: int
     train_seconds: float
@@ -98,7 +102,13 @@ def rows(summary: Summary) -> list[tuple[str, str, str]]:
             f"{s.train_seconds:.0f}",
             f"{s.train_tokens_per_second:,.0f} tokens/s",
         ),
-        ("cache bytes per token", f"{s.cache_bytes_per_token:g}", "global part, all layers"),
+        ("cache bytes per token", f"{s.cache_bytes_per_token:g}", "measured, global part"),
+        ("prefill rows skipped", f"{s.prefill_rows_skipped:.0%}", "of a long prompt, exactly"),
+        (
+            "seconds to first token",
+            f"{s.prefix_hit_seconds:.2f}",
+            f"{s.prefix_hit_tokens:,} tokens known; {s.prefix_cold_seconds:.2f} without",
+        ),
         ("total seconds", f"{s.total_seconds:.0f}", stages),
     ]
 

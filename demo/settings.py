@@ -20,3 +20,5 @@ EVALUATION_NUMERICS = "f32"
 PROMPT = "MACBETH.\n"
 SAMPLE_TOKENS = 160
 TEMPERATURE = 0.8
+SERVED_TOKENS = 1600  # length of the prompt whose prefill is timed
+CHANGED_TOKENS = 40  # of them at its end, the second time

@@ -72,7 +72,6 @@ def test_fed_trace_equals_the_one_that_it_was_fed(folder, traced, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--case", "replay"), "replay is not there yet: bounded replay comes with the engine"),
         (("--case", "image"), "image is not there yet: images come with the vision encoder"),
         (("--feed", "x"), "--feed works with --case prefill --numerics released"),
     ],

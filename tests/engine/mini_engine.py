@@ -58,7 +58,9 @@ def arm(dtype, *, bitwise, numerics="f32"):
     return model
 
 
-def engine_of(model, *, tokens_per_step=512, mode=PrefillMode.EXACT, cache=None, **options):
+def engine_of(
+    model, *, tokens_per_step=512, mode=PrefillMode.EXACT, cache=None, tokenizer=None, **options
+):
     """An engine with few and small pages, poisoned where nobody owns them."""
     sizes = {"num_pages": 200, "page_size": 4, "poison": True} | (cache or {})
     config = EngineConfig(
@@ -67,7 +69,7 @@ def engine_of(model, *, tokens_per_step=512, mode=PrefillMode.EXACT, cache=None,
         prefill=mode,
         **options,
     )
-    return RecordingEngine(model, Letters(), config)
+    return RecordingEngine(model, tokenizer or Letters(), config)
 
 
 def greedy(prompt, max_tokens=5, **options):
@@ -80,7 +82,7 @@ def greedy(prompt, max_tokens=5, **options):
 def plain_logits(model, prompt, tokens):
     """Logits before each of the drawn tokens, by one forward over everything."""
     ids = [*prompt, *tokens[:-1]]
-    hidden = model(Batch.from_documents([ids])).hidden
+    hidden = model(Batch.from_documents([ids], model.norm.weight.device)).hidden
     return model.logits(hidden[len(prompt) - 1 :])
 
 

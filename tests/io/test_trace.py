@@ -132,7 +132,6 @@ def test_feed_of_another_model(released, inputs, tmp_path, problem, change):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("replay", "case replay is not there yet: bounded replay comes with the engine"),
         ("image", "case image is not there yet: images come with the vision encoder"),
         ("other", "case is 'other', must be one of prefill, decode, batch, replay, image"),
     ],

@@ -159,16 +159,21 @@ def test_pools_and_their_masks_are_inverse(size):
 
 
 @pytest.mark.parametrize("queries", [1, 3])
-def test_merged_pools_hold_each_querys_own_blocks(queries):
+@pytest.mark.parametrize(("size", "group"), [(1, 1), (2, 1), (2, 2), (4, 3)])
+def test_merged_pools_hold_each_querys_own_entries(queries, size, group):
     marks = torch.rand(4, queries, 7) < 0.3
+    num = 7 * size - size // 2
     pools = ops.mask_pool(marks.flatten(0, 1), 1).unflatten(0, (4, queries))
-    blocks, own = ops.merge_pools(pools, 7)
+    entries, own = ops.merge_pools(pools, num, size, group)
     for b in range(4):
-        union = [i for i in range(7) if marks[b, :, i].any()]
-        assert [i for i in blocks[b].tolist() if i >= 0] == union
+        listed = entries[b][entries[b] >= 0].tolist()
+        assert listed == sorted(set(listed))
+        wide = size * group
+        assert [e % wide for e in listed] == list(range(wide)) * (len(listed) // wide)
         for t in range(queries):
-            mine = blocks[b][own[b, t]].tolist()
-            assert mine == [i for i in range(7) if marks[b, t, i]]
+            mine = entries[b][own[b, t]].tolist()
+            want = [e for e in range(7 * size) if marks[b, t, e // size]]
+            assert [e for e in mine if e < num] == [e for e in want if e < num]
 
 
 def test_visibility_formula():

@@ -1,29 +1,23 @@
 """``openv41 generate``: text from a checkpoint, as it comes."""
 
-from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from openv41.cli.device import resolve_device
+from openv41.cli.numerics import Numerics
 from openv41.cli.ui import note, out
-from openv41.config import NUMERICS
-from openv41.engine.generate import as_text
-from openv41.engine.generate import generate as generate_tokens
+from openv41.engine.engine import Engine, EngineConfig
+from openv41.engine.paged_store import CacheConfig
+from openv41.engine.request import FinishReason, Request
 from openv41.engine.sampler import SamplingConfig
-from openv41.io.checkpoint import load_model
+from openv41.errors import OpenV41Error
+from openv41.io.hf_config import read_config
 from openv41.io.tokenizer import load_tokenizer
+from openv41.model.prefill import PrefillMode
 
-
-class Numerics(StrEnum):
-    """Names of the numerics on the command line."""
-
-    F32 = "f32"
-    F32QAT = "f32qat"
-    RELEASED = "released"
+PAGE_SIZE = 64
 
 
 def generate(
@@ -36,33 +30,32 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Draw from this share of the probability.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Equal seeds give equal text.")] = 0,
     numerics: Annotated[
-        Numerics, typer.Option(help="Where the model rounds, see docs/numerics.md.")
-    ] = Numerics.F32,
+        Numerics | None, typer.Option(help="Where to round; else as it is stored.")
+    ] = None,
+    prefill: Annotated[
+        PrefillMode, typer.Option(help="How much of the decoder a prompt needs.")
+    ] = PrefillMode.EXACT,
     device: Annotated[str, typer.Option(help="Where to run, such as cpu or cuda.")] = "cpu",
 ) -> None:
     """Continue a prompt; only the new text goes to stdout."""
     sampling = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     place = resolve_device(device)
-    tokenizer = load_tokenizer(checkpoint)
-    model = load_model(
-        checkpoint, numerics=NUMERICS[numerics.value], dtype=torch.float32, device=place
-    )
-    config = model.config
-    ids = [config.bos_token_id, *tokenizer.encode(prompt)]
-    tokens = generate_tokens(
-        model, ids, sampling, max_tokens=max_tokens, num_tokens=tokenizer.vocab_size
-    )
-    drawn: list[int] = []
-    for piece in as_text(_recorded(tokens, drawn), tokenizer):
-        out.out(piece, end="", highlight=False)
+    model = read_config(checkpoint)
+    ids = (model.bos_token_id, *load_tokenizer(checkpoint).encode(prompt))
+    room = max(1, model.max_position + 1 - len(ids))
+    request = Request(prompt=ids, max_tokens=min(max_tokens, room), sampling=sampling)
+    cache = CacheConfig(num_pages=-(-(len(ids) + request.max_tokens) // PAGE_SIZE), max_requests=1)
+    config = EngineConfig(cache=cache, prefill=prefill, prefix_cache=False)
+    rounding = None if numerics is None else numerics.value
+    engine = Engine.load(checkpoint, config=config, numerics=rounding, device=place)
+    drawn, reason = 0, None
+    for event in engine.stream(request):
+        out.out(event.text, end="", highlight=False)
         out.file.flush()
+        drawn += event.token is not None
+        reason = event.finish_reason
+        if event.error is not None:
+            raise OpenV41Error(f"the request failed: {event.error}")
     out.out("")
-    if len(ids) + len(drawn) > config.max_position:
-        note(f"stopped: the text has reached position {config.max_position}, the model's last")
-
-
-def _recorded(tokens: Iterator[int], drawn: list[int]) -> Iterator[int]:
-    """Pass tokens on and keep them."""
-    for token in tokens:
-        drawn.append(token)
-        yield token
+    if reason is FinishReason.LENGTH and drawn < max_tokens:
+        note(f"stopped: the text has reached position {model.max_position}, the model's last")

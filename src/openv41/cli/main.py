@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from openv41.cli.chat import chat
 from openv41.cli.compare import compare
 from openv41.cli.convert import convert
 from openv41.cli.data import data_app
@@ -73,6 +74,7 @@ app.add_typer(tokenizer_app, name="tokenizer")
 app.command()(compare)
 app.command()(convert)
 app.command()(generate)
+app.command()(chat)
 app.command()(fixture)
 app.command()(plan)
 app.command()(serve)

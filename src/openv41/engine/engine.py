@@ -6,7 +6,8 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 class EngineConfig:
     """How an engine runs."""
 
-    cache: CacheConfig = field(default_factory=lambda: CacheConfig(num_pages=1024))
+    cache: CacheConfig = field(default_factory=CacheConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     prefill: PrefillMode = PrefillMode.EXACT
     prefill_cut: int | None = None  # first layer that skips prompt rows; None: last kv source
@@ -171,6 +172,19 @@ class Engine:
         if step:
             with torch.inference_mode():
                 self._run(step)
+
+    def stream(self, request: Request) -> Iterator[Event]:
+        """Yield the events of one request as they come; closing the iterator cancels it."""
+        events: deque[Event] = deque()
+        number = self.submit(request, events.append)
+        try:
+            while number in self._jobs or events:
+                while events:
+                    yield events.popleft()
+                if number in self._jobs:
+                    self.step()
+        finally:
+            self.cancel(number)
 
     def generate(self, requests: Sequence[Request]) -> list[Answer]:
         """Answer all requests, in their order."""

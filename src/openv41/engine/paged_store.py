@@ -27,7 +27,7 @@ POISON_BYTE = 0xFF  # NaN as a scale of every packed format
 class CacheConfig:
     """Sizes of the cache."""
 
-    num_pages: int
+    num_pages: int = 1024
     page_size: int = 64  # positions of a page
     max_requests: int = 16  # places in the rings
     draft_tokens: int = 8  # positions that a truncation may take back without a replay

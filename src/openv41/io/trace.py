@@ -21,10 +21,18 @@ from openv41.layers.batch import Batch
 from openv41.layers.probe import Probe
 from openv41.model.cache import DenseStore
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
+from openv41.model.prefill import (
+    PrefillMode,
+    ReplayVariant,
+    find_cut,
+    layer_rows,
+    prompt_rows,
+)
 from openv41.plan import LayerPlan, plan_layers
 
 Mode = Literal["f32", "f32qat", "released", "f64"]
 GREEDY_TOKENS = 24
+REPLAY_STEPS = 12
 
 # The golden files of "released" score in bfloat16, as the released code does.
 TRACE_NUMERICS: dict[str, NumericsConfig] = {
@@ -39,9 +47,8 @@ TRACE_DTYPES: dict[str, torch.dtype | Literal["stored"]] = {
     "released": "stored",
     "f64": torch.float64,
 }
-CASES = ("prefill", "decode", "batch")
+CASES = ("prefill", "decode", "batch", "replay")
 NOT_YET = {
-    "replay": "bounded replay comes with the engine",
     "image": "images come with the vision encoder",
 }
 
@@ -119,7 +126,8 @@ def run_case(
         return trace_prefill(model, inputs, mode, feed)
     if case == "prefill":
         return trace_prefill(model, inputs, mode)
-    return trace_decode(model, inputs) if case == "decode" else trace_batch(model, inputs)
+    others = {"decode": trace_decode, "batch": trace_batch, "replay": trace_replay}
+    return others[case](model, inputs)
 
 
 def trace_prefill(
@@ -188,6 +196,25 @@ def trace_batch(model: CausalEncoderDecoder, inputs: Inputs) -> dict[str, Tensor
     batch = Batch.packed(inputs.batch_ids.flatten(), [length] * count)
     logits = model.logits(model(batch).hidden).unflatten(0, (count, length))
     return {"logits_last": logits[:, -1], "logits_mid": logits[:, length // 2 - 1]}
+
+
+def trace_replay(model: CausalEncoderDecoder, inputs: Inputs) -> dict[str, Tensor]:
+    """Decoder SWA Bounded Replay of the prompt in both variants, then the next text tokens."""
+    config, length = model.config, inputs.prefill_len
+    cut, reason = find_cut(config)
+    if cut is None:
+        raise InputError(f"the prefill of this model cannot be cut: {reason}")
+    traced = {}
+    for variant in ReplayVariant:
+        store = DenseStore(config.compress_ratios)
+        rows = prompt_rows(config, PrefillMode.BOUNDED, length, cut=cut, variant=variant)
+        prompt = Batch(inputs.text_ids[:length], (0,), (0,), (length,))
+        output = model(prompt, store, rows=layer_rows(config, {0: rows}))
+        traced[f"{variant}.prefill_rows_logits"] = model.logits(output.hidden)
+        following = inputs.text_ids[length : length + REPLAY_STEPS].split(1)
+        steps = [_step(model, store, ids, length + i)[0] for i, ids in enumerate(following)]
+        traced[f"{variant}.decode_logits"] = torch.stack(steps)
+    return traced
 
 
 def read_feed(path: Path, model: CausalEncoderDecoder, inputs: Inputs) -> dict[str, Tensor]:

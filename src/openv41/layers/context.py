@@ -163,9 +163,9 @@ class ForwardContext:
             return new
         parts = [new]
         if any(past):
-            firsts = tuple(s - p for s, p in zip(batch.starts, past, strict=True))
-            old = self.store.read(slot, Spans(batch.requests, firsts, batch.starts))
-            parts.insert(0, old.to(new.dtype))
+            known = zip(batch.requests, batch.starts, past, strict=True)
+            spans = Spans.of((r, start - rows, start) for r, start, rows in known if rows)
+            parts.insert(0, self.store.read(slot, spans).to(new.dtype))
         self.store.write(slot, batch.spans, new, unrounded)
         both = torch.cat(parts) if len(parts) > 1 else new
         return both if len(parts) == 1 or len(past) == 1 else both[self._order(past)]
@@ -188,9 +188,8 @@ class ForwardContext:
         if self.store is not None:
             odd = [row for row, start in enumerate(batch.starts) if start % 2]
             if odd:
-                of = [(batch.requests[r], batch.starts[r] - 1, batch.starts[r]) for r in odd]
-                requests, firsts, stops = zip(*of, strict=True)
-                pending[odd] = self.store.read(slot, Spans(requests, firsts, stops))
+                of = ((batch.requests[r], batch.starts[r] - 1, batch.starts[r]) for r in odd)
+                pending[odd] = self.store.read(slot, Spans.of(of))
             self.store.write(slot, batch.spans, new, new)
         return torch.cat([pending, new])
 
@@ -241,8 +240,8 @@ def compact(
         return used[none:], places - none
     marks = torch.zeros(total + 1, dtype=torch.bool, device=rows.device)
     marks[rows] = True  # -1 marks the last one
-    places = marks[:-1].cumsum(0) - 1
-    return marks[:-1].nonzero()[:, 0], torch.where(rows < 0, -1, places[rows.clamp(min=0)])
+    places = marks.cumsum(0) - 1
+    return marks[:-1].nonzero()[:, 0], torch.where(rows < 0, -1, places[rows])
 
 
 def frequencies(attention: AttentionConfig, ratio: int) -> Float[Tensor, " pairs"]:

@@ -4,6 +4,7 @@ The first Full decoder layer scores everything and keeps a pool of the best bloc
 choose from that pool.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Unpack
 
@@ -19,6 +20,7 @@ from openv41.layers.geometry import Segment
 from openv41.layers.quantized_linear import Linear, QuantizedLinear, RMSNorm
 from openv41.layers.rounding import round_index
 from openv41.layers.store import Slot
+from openv41.ops.deterministic import TILE_WIDTH
 from openv41.plan import LayerPlan
 
 
@@ -131,7 +133,7 @@ class HierarchicalIndexer(nn.Module):
             scores = torch.zeros(allowed.shape, device=flat.device)
         else:
             scores = self._scores(segment, q, weights, ctx).flatten(0, 1)
-            self._count(scores, ctx)
+            self._count(scores.numel(), ctx)
         top = ops.select_top_k(scores, allowed, self.indexer.top_k)
         found.selected[flat, : top.shape[1]] = top
         if self.plan.publishes_candidates:
@@ -150,32 +152,32 @@ class HierarchicalIndexer(nn.Module):
     ) -> None:
         """Choose from the candidates, the only entries whose keys are read."""
         assert ctx.candidates is not None, f"{self._name('indexer')}: no pool was published"
-        rows, first, totals = segment.token_rows, segment.entry_rows[:, :1], segment.exists.sum(1)
-        if self.numerics.deterministic:  # no neighbour has a say in what is scored beside a query
-            first, totals = (t.repeat_interleave(rows.shape[1], 0) for t in (first, totals))
-            rows = rows.flatten()[:, None]
-        size = self.indexer.block_size
-        total = -(-segment.entry_rows.shape[1] // size)
-        blocks, own = ops.merge_pools(ctx.candidates[rows], total)  # [B, union], [B, T, union]
-        entries = (blocks[..., None] * size + torch.arange(size, device=rows.device)).flatten(1)
-        exists = (entries >= 0) & (entries < totals[:, None])  # [B, P]
-        picked = ctx.pick_entries(self._keys, self.plan.ratio, (first + entries)[exists])
+        rows, totals = segment.token_rows, segment.exists.sum(1)
+        size, group = self.indexer.block_size, 1
+        if self.numerics.deterministic:  # an entry keeps its place in a tile of scores
+            group = math.lcm(size, TILE_WIDTH) // size
+        pools = ctx.candidates[rows]
+        entries, own = ops.merge_pools(pools, segment.entry_rows.shape[1], size, group)
+        own &= (entries < totals[:, None])[:, None]  # [B, T, union]
+        read = own.any(dim=1)  # [B, union]
+        picked = ctx.pick_entries(
+            self._keys, self.plan.ratio, (segment.entry_rows[:, :1] + entries)[read]
+        )
         keys = picked.new_zeros(*entries.shape, picked.shape[-1])
-        keys[exists] = picked
-        scores = self._score(q[rows], weights[rows], keys)  # [B, T, P]
-        self._count(scores, ctx)
+        keys[read] = picked
+        scores = self._score(q[rows], weights[rows], keys)  # [B, T, union]
+        self._count(scores.numel(), ctx)
         visible = ctx.entries(self.plan.ratio).visible[rows]  # [B, T]
-        allowed = own.repeat_interleave(size, dim=2) & exists[:, None]
-        allowed &= entries[:, None] < visible[..., None]
+        allowed = own & (entries[:, None] < visible[..., None])
         places = ops.select_top_k(scores.flatten(0, 1), allowed.flatten(0, 1), self.indexer.top_k)
         entries = entries[:, None].expand(scores.shape).flatten(0, 1)
         top = torch.where(places < 0, -1, entries.gather(1, places.clamp(min=0)))
         width = min(top.shape[1], found.selected.shape[1])  # behind it are only -1
         found.selected[rows.flatten(), :width] = top[:, :width]
 
-    def _count(self, scores: Tensor, ctx: ForwardContext) -> None:
+    def _count(self, pairs: int, ctx: ForwardContext) -> None:
         done = ctx.work.entries_scored
-        done[self.plan.layer] = done.get(self.plan.layer, 0) + scores.numel()
+        done[self.plan.layer] = done.get(self.plan.layer, 0) + pairs
 
     @property
     def _keys(self) -> Slot:

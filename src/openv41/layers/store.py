@@ -1,5 +1,6 @@
 """The protocol of every cache. Report §2.2, §2.3.1."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -26,6 +27,12 @@ class Spans:
     requests: tuple[int, ...]
     firsts: tuple[int, ...]
     stops: tuple[int, ...]
+
+    @classmethod
+    def of(cls, ranges: Iterable[tuple[int, int, int]]) -> "Spans":
+        """Make spans of (request, first, stop)."""
+        requests, firsts, stops = zip(*ranges, strict=True)
+        return cls(requests, firsts, stops)
 
     @property
     def counts(self) -> tuple[int, ...]:

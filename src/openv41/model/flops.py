@@ -13,6 +13,7 @@ from openv41.config import ModelConfig
 from openv41.layers.quantized_linear import QuantizedWeight
 from openv41.model.cache_formats import packed_bytes
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
+from openv41.model.prefill import PromptRows
 from openv41.plan import LayerPlan, plan_layers
 
 # The first fragment that a parameter's name contains decides where it counts.
@@ -112,6 +113,35 @@ def flops_per_token(model: CausalEncoderDecoder, context: int, *, prefill: bool)
         indexer=sum(_indexer_flops(config, plan, context) for plan in plans),
         streams=len(plans) * _stream_flops(config),
     )
+
+
+def prompt_flops(model: CausalEncoderDecoder, rows: PromptRows, length: int) -> int:
+    """Operations of a whole prefill in which each layer computes its ``rows``.
+
+    A row that ends at a layer leaves its KV there; the head runs for the last row.
+    """
+    config, total, entering = model.config, 2 * prod(model.head.weight.shape), rows.start
+    weights: dict[int, int] = {}
+    kv_weights: dict[int, int] = {}
+    for name, shape in parameter_shapes(model).items():
+        if not name.startswith("layers.") or len(shape) < 2 or "engram.table" in name:
+            continue
+        _, layer, rest = name.split(".", 2)
+        size = prod((config.moe.top_k, *shape[1:]) if rest.startswith("moe.experts") else shape)
+        weights[int(layer)] = weights.get(int(layer), 0) + size
+        if rest.startswith(KV_SOURCE_PARTS):
+            kv_weights[int(layer)] = kv_weights.get(int(layer), 0) + size
+    for plan, first in zip(plan_layers(config), rows.firsts, strict=True):
+        computed = range(first, length)
+        total += 2 * weights[plan.layer] * len(computed)
+        total += 2 * kv_weights[plan.layer] * (first - entering)
+        total += _stream_flops(config) * len(computed)
+        total += sum(
+            _attention_flops(config, plan, p + 1) + _indexer_flops(config, plan, p + 1)
+            for p in computed
+        )
+        entering = first
+    return total
 
 
 def cache_bytes(config: ModelConfig) -> CacheBytes:

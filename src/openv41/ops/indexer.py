@@ -115,14 +115,21 @@ def choose_candidates(
     return select_top_k(best, best > -torch.inf, num_blocks)
 
 
+def mark_blocks(
+    pools: Int[Tensor, "*queries blocks"], total: int
+) -> Bool[Tensor, "*queries total"]:
+    """Mark the blocks that each query's pool lists."""
+    marks = torch.zeros(*pools.shape[:-1], total + 1, dtype=torch.bool, device=pools.device)
+    marks.scatter_(-1, torch.where(pools < 0, total, pools), value=True)
+    return marks[..., :total]
+
+
 def pool_mask(
     pools: Int[Tensor, "T blocks"], num_entries: int, block_size: int
 ) -> Bool[Tensor, "T M"]:
     """Mark the entries of each query's blocks."""
-    total = -(-num_entries // block_size)
-    marks = torch.zeros(len(pools), total + 1, dtype=torch.bool, device=pools.device)
-    marks.scatter_(1, torch.where(pools < 0, total, pools), value=True)
-    return marks[:, :total].repeat_interleave(block_size, dim=1)[:, :num_entries]
+    marks = mark_blocks(pools, -(-num_entries // block_size))
+    return marks.repeat_interleave(block_size, dim=1)[:, :num_entries]
 
 
 def mask_pool(mask: Bool[Tensor, "T M"], block_size: int) -> Int[Tensor, "T blocks"]:
@@ -133,19 +140,23 @@ def mask_pool(mask: Bool[Tensor, "T M"], block_size: int) -> Int[Tensor, "T bloc
 
 
 def merge_pools(
-    pools: Int[Tensor, "B T blocks"], total: int
+    pools: Int[Tensor, "B T blocks"], num_entries: int, block_size: int, group: int
 ) -> tuple[Int[Tensor, "B union"], Bool[Tensor, "B T union"]]:
-    """Merge the pools of neighbours: all their blocks, ascending, then -1, and whose each is."""
-    if pools.shape[1] == 1:
-        return pools[:, 0], pools >= 0
-    marks = torch.zeros(len(pools), total + 1, dtype=torch.bool, device=pools.device)
-    marks.scatter_(1, torch.where(pools < 0, total, pools).flatten(1), value=True)
-    marks = marks[:, :total]
-    width = int(marks.sum(dim=1).max()) if marks.numel() else 0
-    places = (marks.cumsum(dim=1) - 1).gather(1, pools.clamp(min=0).flatten(1)).view_as(pools)
-    own = torch.zeros(*pools.shape[:2], width + 1, dtype=torch.bool, device=pools.device)
-    own.scatter_(2, torch.where(pools < 0, width, places), value=True)
-    return ids_of(marks, width), own[..., :width]
+    """List the entries of neighbours' pools, ascending, and say whose pool holds which.
+
+    They come in whole groups of ``group`` blocks: an entry keeps its place within its group. An
+    entry that is in nobody's pool is not to be read; -1 fills up.
+    """
+    total = -(-num_entries // (block_size * group)) * group
+    marks = mark_blocks(pools, total)  # [B, T, blocks]
+    groups = marks.any(dim=1).unflatten(1, (-1, group)).any(dim=2)
+    chosen = ids_of(groups, int(groups.sum(dim=1).max()) if groups.numel() else 0)
+    width = group * block_size
+    within = torch.arange(width, device=pools.device)
+    entries = chosen[..., None] * width + within
+    entries = entries.masked_fill(chosen[..., None] < 0, -1).flatten(1)  # [B, union]
+    places = (entries.clamp(min=0) // block_size)[:, None].expand(*pools.shape[:2], -1)
+    return entries, marks.gather(2, places) & (entries >= 0)[:, None]
 
 
 def block_scores(

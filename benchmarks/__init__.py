@@ -1,0 +1,1 @@
+"""Measurements; each writes JSON lines to results/."""

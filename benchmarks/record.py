@@ -1,0 +1,42 @@
+"""Where a figure comes from, and the file that keeps it."""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from openv41.io.atomic import write_atomic
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RESULTS = REPOSITORY / "benchmarks" / "results"
+
+
+def machine() -> dict[str, object]:
+    """What a CPU figure depends on."""
+    table = Path("/proc/cpuinfo")
+    lines = table.read_text().splitlines() if table.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    return {
+        "device": "cpu",
+        "cpu": names[0] if names else platform.processor(),
+        "threads": torch.get_num_threads(),
+        "load_average": round(os.getloadavg()[0], 2),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit.stdout.strip(),
+    }
+
+
+def record(name: str, lines: Iterable[dict[str, object]]) -> None:
+    """Write the lines of one benchmark."""
+    about = machine()
+    text = "".join(json.dumps(line | about) + "\n" for line in lines)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    write_atomic(RESULTS / f"{name}.jsonl", text.encode())
