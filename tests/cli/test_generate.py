@@ -85,7 +85,7 @@ def test_options_are_checked(checkpoint, options, message):
 def test_a_prompt_that_is_too_long_and_a_folder_that_is_no_checkpoint(checkpoint, tmp_path):
     result = run(checkpoint, prompt="x" * 60)
     assert result.exit_code == 2
-    assert "the prompt has 61 tokens; the model allows 12" in result.stderr
+    assert "the prompt has 61 tokens; there is room for 12" in result.stderr
     result = run(tmp_path)
     assert result.exit_code == 2
-    assert "cannot read the tokenizer" in result.stderr
+    assert "config.json: 1 problem(s)" in result.stderr

@@ -120,6 +120,7 @@ def test_choices_are_recorded_and_replayed(chunk):
     again, free = replaying.generate([request, beside])
     for name, value in choices.items():
         assert torch.equal(again.choices[name][: len(prompt)], value[: len(prompt)]), name
+    assert torch.equal(replaying.drawn_from[0][0], engine.drawn_from[0][0])
     want = plain_logits(other, beside.prompt, free.tokens)
     assert torch.equal(torch.stack(replaying.drawn_from[1]), want), "others choose freely"
 

@@ -44,7 +44,9 @@ def test_a_replay_reaches_through_every_window():
     """30 of 40 known: layer 8 needs rows from 30 on, every layer below 3 more."""
     rows = prompt_rows(mini_config(), PrefillMode.FULL, 40, cut=5, known=30)
     assert rows.firsts == (6, 9, 12, 15, 18, 21, 24, 27, 30)
-    assert rows.start == 2, "3 rows before 6 give layer 0 its window; groups begin at even positions"
+    assert rows.start == 2, (
+        "3 rows before 6 give layer 0 its window; groups begin at even positions"
+    )
     exact = prompt_rows(mini_config(), PrefillMode.EXACT, 40, cut=5, known=30)
     assert exact.firsts == (15, 18, 21, 24, 27, 30, 33, 36, 39)
     assert exact.start == 12

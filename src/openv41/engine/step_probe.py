@@ -31,6 +31,8 @@ class StepProbe(Probe):
             given = (job.request.choices or {}).get(name)
             if given is not None and (taken := given[positions]).numel():
                 value = _with_rows(value, rows.start, taken.to(value.device))
+        if name in self.values:
+            self.values[name] = value  # what was chosen in the end
         return value
 
     def collect(self) -> None:
