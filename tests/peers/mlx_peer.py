@@ -16,7 +16,7 @@ from tests.peers.released_weights import read_config, read_weights
 
 NAME = "mlx-vlm"
 VERSION = importlib.metadata.version(NAME)
-CASES = ("forward", "decode")
+CASES = ("forward", "decode", "prefill", "decode_batch")
 ROUNDINGS = ("fake_quant_fp8_ue8m0", "fake_quant_fp4_ue8m0", "fake_quant_fp4_e4m3")
 
 
@@ -78,6 +78,24 @@ class MlxPeer:
     def step(self, token):
         """Decode one token with the cache; return its logits [V]."""
         return self._feed([token])
+
+    def serve_prompt(self, ids):
+        """Prefill one prompt with a new cache; return the last token's logits [V]."""
+        return self.prefill(ids)
+
+    def start_batch(self, ids, batch):
+        """Prefill rows of equal length together; return the last tokens' logits [B, V]."""
+        rows = [[*ids[row:], *ids[:row]] for row in range(batch)]
+        self.cache = self.model.make_cache()
+        return self._feed_batch(rows)
+
+    def batch_step(self, tokens):
+        """Decode one token of every row."""
+        self._feed_batch([[token] for token in tokens])
+
+    def _feed_batch(self, rows):
+        out = self.model(mx.array(rows), cache=self.cache).logits[:, -1]
+        return torch.from_numpy(np.array(out))
 
     def _feed(self, ids):
         out = self.model(mx.array([ids]), cache=self.cache).logits[0, -1]

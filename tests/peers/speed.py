@@ -25,11 +25,16 @@ CASES = (
     ("forward", {"tokens": 512}),
     ("forward", {"tokens": 2048}),
     ("decode", {"context": CONTEXT}),
+    ("prefill", {"tokens": 512}),
+    ("decode_batch", {"context": CONTEXT, "batch": 1}),
+    ("decode_batch", {"context": CONTEXT, "batch": 8}),
     ("train", {"batch": 4, "tokens": 512}),
 )
 GOALS = {
     ("forward", "mlx-vlm"): 1.0,
     ("decode", "mlx-vlm"): 1.0,
+    ("prefill", "mlx-vlm"): 1.0,
+    ("decode_batch", "mlx-vlm"): 1.0,
     ("forward", "nemo-automodel"): 1.0,
     ("train", "nemo-automodel"): 1.5,
 }
@@ -100,11 +105,12 @@ def _measure(case, sizes, ids, folder, say):
             yield what | {"implementation": name, "status": "not run", "reason": str(error)}
             continue
         if case not in worker.hello["cases"]:
-            reason = "has no cache" if case == "decode" else "is not trained here"
+            reason = "is not trained here" if case == "train" else "has no cache"
             yield what | {"implementation": name, "status": "not run", "reason": reason}
             worker.close()
             continue
-        worker.ask(do="start", case=case, ids=ids[:CONTEXT])
+        save = str(folder / f"{name} at the start")
+        worker.ask(do="start", case=case, ids=ids[:CONTEXT], batch=sizes.get("batch"), save=save)
         workers.append(worker)
     command = {"do": "run", "case": case, "ids": _inputs(case, sizes, ids)}
     errors = _first_results(workers, command, ids, folder)
@@ -124,8 +130,10 @@ def _measure(case, sizes, ids, folder, say):
 def _inputs(case, sizes, ids):
     if case == "decode":
         return ids[CONTEXT]
-    if case == "forward":
+    if case in ("forward", "prefill"):
         return ids[: sizes["tokens"]]
+    if case == "decode_batch":
+        return ids[CONTEXT : CONTEXT + sizes["batch"]]
     n = sizes["tokens"]
     return [ids[i * n : (i + 1) * n] for i in range(sizes["batch"])]
 
@@ -142,6 +150,8 @@ def _first_results(workers, command, ids, folder):
             w.ask(do="check", ids=ids[:CHECKED], save=str(folder / w.name))
             w.ask(do="start", case="decode", ids=ids[:CONTEXT])
             w.ask(**command)
+        elif command["case"] == "decode_batch":
+            (folder / f"{w.name} at the start").rename(folder / w.name)
         else:
             w.ask(**command, save=str(folder / w.name))
         results[w.name] = torch.as_tensor(torch.load(folder / w.name))

@@ -43,6 +43,10 @@ def _serve(model, command):
         result = model.logits(ids)
     elif case == "decode":
         result = model.step(ids)
+    elif case == "prefill":
+        result = model.serve_prompt(ids)
+    elif case == "decode_batch":
+        result = model.batch_step(ids)
     else:
         result = model.train_step(ids)
     ms = (time.perf_counter() - begin) * 1e3
@@ -57,6 +61,8 @@ def _start(model, command):
         file.write("5")
     if command["case"] == "decode":
         model.prefill(command["ids"])
+    if command["case"] == "decode_batch":
+        torch.save(model.start_batch(command["ids"], command["batch"]), command["save"])
     if command["case"] == "train":
         return {"trained": model.start_training()}
     return {}

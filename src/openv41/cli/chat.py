@@ -41,7 +41,7 @@ def chat(
     )
     note(f"{checkpoint.resolve().name}: {COMMANDS}")
     conversation = Conversation(engine, system)
-    while (line := _ask()) is not None:
+    while (line := _ask()) is not None and line != "/quit":
         if line == "/new":
             conversation = Conversation(engine, system)
             err.print(Rule(style="dim"))

@@ -275,6 +275,10 @@ class PagedStore:
             self._per_page(slot.layer) * self._formats[slot.kind].row_bytes for slot in self.pages
         )
 
+    def row_bytes(self, kind: str) -> int:
+        """Bytes of a stored row of a kind."""
+        return self._formats[kind].row_bytes
+
     def read_page(self, page: int) -> Tensor:
         """Bytes of a page, all kv sources one after the other."""
         return torch.cat(
