@@ -216,6 +216,7 @@ def summarise(
         prefix_cold_seconds=served.cold_seconds,
         prefix_hit_seconds=served.warm_seconds,
         prefix_hit_tokens=served.hit_tokens,
+        bounded_prefill_agreement=served.bounded_agreement,
         export_bytes=sum(file.stat().st_size for file in export.glob("*.safetensors")),
         seed=settings.SEED,
         train_seconds=run.seconds["train"],

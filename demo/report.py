@@ -48,6 +48,7 @@ class Summary:
     prefix_cold_seconds: float
     prefix_hit_seconds: float
     prefix_hit_tokens: int
+    bounded_prefill_agreement: float
     export_bytes: int
     seed: int
     train_seconds: float
@@ -104,6 +105,11 @@ def rows(summary: Summary) -> list[tuple[str, str, str]]:
         ),
         ("cache bytes per token", f"{s.cache_bytes_per_token:g}", "measured, global part"),
         ("prefill rows skipped", f"{s.prefill_rows_skipped:.0%}", "of a long prompt, exactly"),
+        (
+            "bounded replay agrees",
+            f"{s.bounded_prefill_agreement:.0%}",
+            "greedy tokens as after an exact prefill",
+        ),
         (
             "seconds to first token",
             f"{s.prefix_hit_seconds:.2f}",

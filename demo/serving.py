@@ -10,6 +10,7 @@ from openv41.engine.engine import Engine, EngineConfig
 from openv41.engine.paged_store import CacheConfig
 from openv41.engine.request import Request
 from openv41.engine.sampler import SamplingConfig
+from openv41.model.prefill import PrefillMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,9 @@ class Served:
     cold_seconds: float  # to the first token
     warm_seconds: float
     hit_tokens: int
+    bounded_agreement: (
+        float  # of greedy tokens after a bounded prefill with those after an exact one
+    )
 
 
 def measure_serving(export: Path, tokens: Sequence[int]) -> Served:
@@ -38,13 +42,36 @@ def measure_serving(export: Path, tokens: Sequence[int]) -> Served:
         cold_seconds=cold_seconds,
         warm_seconds=warm_seconds,
         hit_tokens=hit_tokens,
+        bounded_agreement=agreement(engine, tokens),
     )
+
+
+def agreement(engine: Engine, tokens: Sequence[int]) -> float:
+    """Share of greedy tokens that bounded replay leaves as they are."""
+    length, count = settings.AGREEMENT_TOKENS, settings.AGREEMENT_PROMPTS
+    prompts = [tuple(tokens[i * length : (i + 1) * length]) for i in range(count)]
+    cache = CacheConfig(num_pages=count * (length // 64 + 2), max_requests=count)
+    answers = []
+    for mode in (PrefillMode.EXACT, PrefillMode.BOUNDED):
+        config = EngineConfig(cache=cache, prefill=mode, prefix_cache=False)
+        other = Engine(engine.model, engine.tokenizer, config)
+        answers.append(other.generate([request_of(p, settings.AGREEMENT_DRAWN) for p in prompts]))
+    pairs = [
+        pair
+        for exact, bounded in zip(*answers, strict=True)
+        for pair in zip(exact.tokens, bounded.tokens, strict=True)
+    ]
+    return sum(a == b for a, b in pairs) / len(pairs)
+
+
+def request_of(prompt: tuple[int, ...], max_tokens: int) -> Request:
+    """A greedy request of a fixed length."""
+    greedy = SamplingConfig(temperature=0.0)
+    return Request(prompt=prompt, max_tokens=max_tokens, sampling=greedy, ignore_eos=True)
 
 
 def first_token(engine: Engine, prompt: tuple[int, ...]) -> tuple[float, int]:
     """Seconds until the first token, and tokens found in the prefix cache."""
-    greedy = SamplingConfig(temperature=0.0)
-    request = Request(prompt=prompt, max_tokens=1, sampling=greedy, ignore_eos=True)
     start = time.perf_counter()
-    [answer] = engine.generate([request])
+    [answer] = engine.generate([request_of(prompt, 1)])
     return time.perf_counter() - start, answer.cached_tokens

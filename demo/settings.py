@@ -21,4 +21,5 @@ PROMPT = "MACBETH.\n"
 SAMPLE_TOKENS = 160
 TEMPERATURE = 0.8
 SERVED_TOKENS = 1600  # length of the prompt whose prefill is timed
+AGREEMENT_PROMPTS, AGREEMENT_TOKENS, AGREEMENT_DRAWN = 16, 320, 8
 CHANGED_TOKENS = 40  # of them at its end, the second time

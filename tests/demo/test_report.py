@@ -39,6 +39,7 @@ def make(**changes):
         "prefix_cold_seconds": 2.0,
         "prefix_hit_seconds": 0.5,
         "prefix_hit_tokens": 1560,
+        "bounded_prefill_agreement": 0.9,
         "export_bytes": 2_500_000,
         "seed": 1,
         "train_seconds": 200.0,

@@ -107,9 +107,7 @@ class OurModel(TorchTraining):
 
     def _request(self, ids, max_tokens):
         greedy = SamplingConfig(temperature=0.0)
-        return Request(
-            prompt=tuple(ids), max_tokens=max_tokens, sampling=greedy, ignore_eos=True
-        )
+        return Request(prompt=tuple(ids), max_tokens=max_tokens, sampling=greedy, ignore_eos=True)
 
     def batch_logits(self, rows):
         """Return logits [B, S, V] of rows of equal length, with gradients."""

@@ -1,4 +1,4 @@
-"""The server under load: 64 clients, answers equal to the offline ones, no page and no memory lost."""
+"""The server under load: 64 clients get the offline answers, and no page or memory is lost."""
 
 import asyncio
 import random

@@ -33,6 +33,9 @@ Rounding = Annotated[Numerics | None, typer.Option(help="Where to round; else as
 Device = Annotated[str, typer.Option(help="Where to run, such as cpu or cuda.")]
 Prefill = Annotated[PrefillMode, typer.Option(help="How much of the decoder a prompt needs.")]
 Engram = Annotated[EngramPlacement, typer.Option(help="Where the Engram tables are.")]
+Deterministic = Annotated[
+    bool, typer.Option("--deterministic", help="Answers that no neighbour changes; slower.")
+]
 Pages = Annotated[int, typer.Option(help="Pages of the cache, for 64 tokens each.")]
 CacheFolder = Annotated[Path | None, typer.Option(help="Keep prefixes here across restarts.")]
 Concurrency = Annotated[int, typer.Option(help="Sequences that are computed at once.")]
@@ -56,6 +59,7 @@ def serve(
     device: Device = "cpu",
     prefill: Prefill = PrefillMode.EXACT,
     engram: Engram = "resident",
+    deterministic: Deterministic = False,
     pages: Pages = 1024,
     cache_folder: CacheFolder = None,
     max_concurrency: Concurrency = 16,
@@ -85,6 +89,7 @@ def serve(
         cache=CacheConfig(num_pages=pages, max_requests=max_concurrency),
         prefill=prefill,
         engram=engram,
+        deterministic=deterministic,
         disk_folder=cache_folder,
     )
     rounding = None if numerics is None else numerics.value

@@ -7,7 +7,7 @@
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -51,7 +51,8 @@ class EngineConfig:
     max_snapshots: int = 64  # of windows, for hits without a replay
     disk_folder: Path | None = None  # persistent tier of the prefix cache
     disk_bytes: int = 1 << 30
-    engram: EngramPlacement = "resident"
+    engram: EngramPlacement = "resident"  # of a model that ``Engine.load`` loads
+    deterministic: bool = False  # likewise: an answer does not depend on its neighbours
 
     def __post_init__(self) -> None:
         problems = []
@@ -116,7 +117,7 @@ class Engine:
             raise InputError(f"numerics is {name!r}, must be one of {', '.join(NUMERICS)}")
         model = load_model(
             checkpoint,
-            numerics=NUMERICS[name],
+            numerics=replace(NUMERICS[name], deterministic=config.deterministic),
             dtype="stored" if name == "released" else torch.float32,
             device=device,
             engram=config.engram,
@@ -173,7 +174,7 @@ class Engine:
             with torch.inference_mode():
                 self._run(step)
 
-    def stream(self, request: Request) -> Iterator[Event]:
+    def stream(self, request: Request) -> Generator[Event, None, None]:
         """Yield the events of one request as they come; closing the iterator cancels it."""
         events: deque[Event] = deque()
         number = self.submit(request, events.append)
