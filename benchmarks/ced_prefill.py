@@ -34,7 +34,7 @@ class NoText(TextTokenizer):
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
 
-    def token_bytes(self, token: int) -> bytes:  # noqa: ARG002
+    def token_bytes(self, token: int) -> bytes:
         """Nothing."""
         return b""
 
@@ -67,7 +67,9 @@ def measure(tokens: int, rounds: int) -> Iterator[dict[str, object]]:
         for mode in modes if turn % 2 == 0 else reversed(modes):
             seconds[mode].append(first_token(engines[mode], prompt))
     cut, _ = find_cut(config)
-    work = {m: prompt_flops(model, prompt_rows(config, m, tokens, cut=cut), tokens) for m in seconds}
+    work = {
+        m: prompt_flops(model, prompt_rows(config, m, tokens, cut=cut), tokens) for m in seconds
+    }
     full = statistics.median(seconds[PrefillMode.FULL])
     for mode, times in seconds.items():
         ratio = full / statistics.median(times)

@@ -25,7 +25,7 @@ from openv41.model.causal_encoder_decoder import Output
 from openv41.plan import LayerPlan, plan_layers
 
 mpl.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402 -- after the backend is chosen
+from matplotlib import pyplot as plt
 
 CONTEXTS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 SAMPLES = 5

@@ -82,15 +82,10 @@ def tables(model):
     return [module for module in model.modules() if isinstance(module, StoredTable)]
 
 
-def prefetch_first(model):
-    """Prefetch before the first layer, as the model's forward does."""
-
-    def start(_, args):
-        for layer in model.layers:
-            if layer.plan.has_engram:
-                layer.engram.prefetch(args[2])
-
-    model.layers[0].register_forward_pre_hook(start)
+def without_prefetch(model):
+    """Let the rows be read when their layer asks for them."""
+    for engram in model.engrams():
+        engram.prefetch = lambda _: None
     return model
 
 
@@ -121,8 +116,8 @@ def test_every_placement_gives_the_same_bits(checkpoints, loaded, engram, with_p
     options = {"dtype": dtype, "numerics": NUMERICS[numerics]}
     resident = load_model(checkpoints / variant, **options)
     model = load_model(checkpoints / variant, engram=engram, **options)
-    if with_prefetch:
-        prefetch_first(model)
+    if not with_prefetch:
+        without_prefetch(model)
     for lengths in ((3, 1, 20), (9,)):
         batch = batch_of(model, *lengths)
         want = logits(resident, batch)
@@ -160,7 +155,7 @@ def test_image_rows_pass_unchanged(checkpoints, engram):
 
 @outside
 def test_a_step_reads_each_table_once_without_repeats(checkpoints, engram):
-    model = prefetch_first(load_model(checkpoints / "released", engram=engram))
+    model = load_model(checkpoints / "released", engram=engram)
     seen = [spy_on_reads(table) for table in tables(model)]
     probe = Probe(lambda name: name.endswith("engram_hash_ids"))
     logits(model, batch_of(model, 50, 13), probe)
@@ -223,7 +218,7 @@ def test_a_read_over_several_threads_keeps_the_order(checkpoints, variant):
 
 
 def test_a_prefetched_forward_hashes_once(checkpoints, monkeypatch):
-    model = prefetch_first(load_model(checkpoints / "released", engram="host"))
+    model = load_model(checkpoints / "released", engram="host")
     hashed, hash_ngrams = [], ops.hash_ngrams
     monkeypatch.setattr(ops, "hash_ngrams", lambda *a: hashed.append(1) or hash_ngrams(*a))
     logits(model, batch_of(model, 10))
@@ -231,7 +226,7 @@ def test_a_prefetched_forward_hashes_once(checkpoints, monkeypatch):
 
 
 def test_substituted_rows_are_looked_up(checkpoints):
-    model = prefetch_first(load_model(checkpoints / "released", engram="mmap"))
+    model = load_model(checkpoints / "released", engram="mmap")
     resident = load_model(checkpoints / "released")
     batch, name = batch_of(model, 10), "layers.2.engram_hash_ids"
     probe = Probe(lambda seen: seen == name)
@@ -279,11 +274,7 @@ def step_seconds(model, batch):
 def delayed_models(folder, engram, make):
     """Models without latency, with latency, and with latency and no prefetch."""
     quick, hidden, exposed = (make(load_model(folder, engram=engram)) for _ in range(3))
-    prefetch_first(quick)
-    prefetch_first(hidden)
-    for layer in exposed.layers:
-        if layer.plan.has_engram:
-            layer.engram.prefetch = lambda _: None
+    without_prefetch(exposed)
     for table in (*tables(hidden), *tables(exposed)):
         delay(table, READ_SECONDS)
     for model in (quick, hidden, exposed):
@@ -340,7 +331,7 @@ def test_a_whole_step_grows_by_less_than_5_ms(checkpoints, engram, record_proof)
 
 
 def test_a_slow_read_stalls_and_is_counted(checkpoints):
-    model = prefetch_first(load_model(checkpoints / "released", engram="host"))
+    model = load_model(checkpoints / "released", engram="host")
     batch = batch_of(model, 8)
     want = logits(load_model(checkpoints / "released"), batch)
     gate, table = threading.Event(), tables(model)[0]

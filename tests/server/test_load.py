@@ -60,7 +60,7 @@ def loaded(checkpoint):
         max_length=config.max_position,
         created=1,
     )
-    limits = Limits(max_concurrency=CLIENTS, max_queue=1000, request_seconds=600)
+    limits = Limits(max_concurrency=CLIENTS, max_queue=1000, request_seconds=600.0)
     service = make_service(AsyncEngine(engine), model, limits=limits, stats=engine.stats)
     with served(service) as server:
         yield engine, offline, server
