@@ -1,5 +1,7 @@
 """The mixture of experts as a layer."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -55,6 +57,18 @@ def test_matches_oracle(num, dtype):
     moe, x = layer(dtype), torch.randn(num, 4, dtype=dtype)
     tol = 200 * torch.finfo(dtype).eps
     assert_close("moe", moe(x, context(num)), reference(moe, x, moe.gate.bias), rtol=tol, atol=tol)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_single_token_takes_the_short_way_to_the_same_bits(dtype):
+    """It sorts no pairs; in deterministic mode its row in a batch has the same bits."""
+    moe, x = layer(dtype), torch.randn(5, 4, dtype=dtype)
+    moe.numerics = moe.shared.numerics = replace(NUMERICS["f32"], deterministic=True)
+    for part in (moe.shared.w1, moe.shared.w3, moe.shared.w2):
+        part.numerics = moe.numerics
+    together = moe(x, context(5))
+    for row in range(5):
+        assert torch.equal(moe(x[row : row + 1], context(1))[0], together[row])
 
 
 def test_image_rows_use_their_own_bias_and_are_counted_apart():

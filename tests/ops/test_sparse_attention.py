@@ -138,6 +138,29 @@ def test_one_absent_row_makes_a_plan_not_whole():
     assert not ops.plan_keys(torch.tensor([[0, 1]]), deterministic=True).is_whole
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("near", "far"), [(9, 7), (4, 6), (9, 0), (0, 0)])
+@pytest.mark.parametrize("sink", [0.5, -math.inf])
+def test_one_query_that_reads_rows_in_order_gathers_nothing(near, far, dtype, sink):
+    """The short way gives the bits of the general one, also where a store has more rows."""
+    q, window_kv, _, main_kv, *_ = case(1, H=3, C=16, dtype=dtype)
+    sinks = torch.tensor([0.2, sink, sink]).to(dtype)
+    in_order = [ops.plan_keys(torch.arange(num)[None]) for num in (near, far)]
+    general = [keys._replace(is_in_order=False) for keys in in_order]
+    assert all(keys.is_in_order and keys.is_whole for keys in in_order)
+    got, want = (
+        ops.sparse_attention(q, window_kv, a, main_kv, b, sinks, 0.25)
+        for a, b in (in_order, general)
+    )
+    assert torch.equal(got, want)
+
+
+def test_other_orders_gather():
+    for rows in ([[1, 0]], [[0, 2]], [[0, -1]], [[0, 0]], [[0], [0]]):
+        assert not ops.plan_keys(torch.tensor(rows)).is_in_order
+    assert not ops.plan_keys(torch.tensor([[0, 1]]), deterministic=True).is_in_order
+
+
 @pytest.mark.parametrize("sink", [0.5, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_query_without_keys_gives_zero_and_finite_gradients(dtype, sink):

@@ -96,11 +96,15 @@ class Batch:
     @cached_property
     def positions(self) -> Int[Tensor, " T"]:
         """Absolute position of each token in its request."""
+        if len(self.starts) == 1:
+            return torch.arange(self.starts[0], self.stops[0], device=self.device)
         shift = [s - r for s, r in zip(self.starts, self.first_rows, strict=True)]
         return torch.arange(len(self.token_ids), device=self.device) + self.per_token(shift)
 
     def per_token(self, per_request: Sequence[int]) -> Int[Tensor, " T"]:
         """Repeat one number per request for each of its tokens."""
+        if len(per_request) == 1:
+            return self.token_ids.new_full(self.token_ids.shape, per_request[0], dtype=torch.int64)
         values = torch.tensor(per_request, dtype=torch.int64)
         counts = torch.tensor(self.counts, dtype=torch.int64)
         return values.repeat_interleave(counts).to(self.device)

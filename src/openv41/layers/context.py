@@ -62,6 +62,7 @@ class ForwardContext:
         self._attention = attention
         self._probe = probe
         self._entries: dict[int, Entries] = {}
+        self._frequencies: dict[bool, Tensor] = {}
         self._ropes: dict[tuple[str, bool], Tensor] = {}
         self._segments: dict[int, list[Segment]] = {}
         self._windows: dict[tuple[int, ...], ops.Keys] = {}
@@ -121,11 +122,21 @@ class ForwardContext:
 
         Layers without main KV use the plain base, all others the compressed base with YaRN.
         """
-        key = (f"ratio {ratio}" if of_entries else "tokens", ratio > 0)
+        is_compressed = ratio > 0
+        key = (f"ratio {ratio}" if of_entries else "tokens", is_compressed)
         if key not in self._ropes:
             of = self.entries(ratio).new_positions if of_entries else self.batch.positions
-            table = ops.rope_table(of, frequencies(self._attention, ratio).to(of.device))
-            self._ropes[key] = table
+            if is_compressed not in self._frequencies:
+                found = frequencies(self._attention, ratio)
+                self._frequencies[is_compressed] = found.to(of.device)
+            self._ropes[key] = ops.rope_table(of, self._frequencies[is_compressed])
+        return self._ropes[key]
+
+    def inverse_rope(self, ratio: int) -> Complex[Tensor, "T pairs"]:
+        """What undoes the rotation of each token."""
+        key = ("inverse", ratio > 0)
+        if key not in self._ropes:
+            self._ropes[key] = ops.inverse_table(self.rope(ratio))
         return self._ropes[key]
 
     def window(
@@ -221,7 +232,10 @@ class ForwardContext:
 
     def publish_selection(self, source: int, main: Slot, ratio: int, selected: Tensor) -> None:
         """Share the entries (ids within a request, [T, K]) that an index source has chosen."""
-        rows = torch.where(selected < 0, -1, selected + self.entries(ratio).first_rows[:, None])
+        rows = selected.long()
+        if len(self.batch.requests) > 1:
+            first = self.entries(ratio).first_rows[:, None]
+            rows = torch.where(rows < 0, -1, rows + first)
         if self.store is None or main in self._all_rows:
             kv = self.entry_rows(main, ratio)
         else:
@@ -233,7 +247,12 @@ class ForwardContext:
 def compact(
     rows: Int[Tensor, "T K"], total: int
 ) -> tuple[Int[Tensor, " used"], Int[Tensor, "T K"]]:
-    """List the rows that occur, ascending, and number ``rows`` by that list; -1 stays."""
+    """List the rows that occur, and number ``rows`` by that list; -1 stays.
+
+    Ascending, but for a single query, whose own list serves.
+    """
+    if rows.shape[0] == 1 and bool((rows >= 0).all()):
+        return rows[0], torch.arange(rows.shape[1], device=rows.device)[None]
     if rows.numel() < total:
         used, places = rows.unique(return_inverse=True)
         none = int(used[:1].eq(-1).sum())  # -1 sorts first

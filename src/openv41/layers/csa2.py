@@ -19,6 +19,7 @@ from openv41.layers.islands import Float32Islands, island
 from openv41.layers.quantized_linear import Linear, QuantizedLinear, RMSNorm
 from openv41.layers.rounding import round_index, round_main_kv, round_window_kv
 from openv41.layers.store import Slot
+from openv41.ops.precision import cast
 from openv41.plan import LayerPlan
 
 
@@ -112,7 +113,7 @@ class CSA2Attention(Float32Islands):
             scale,
             deterministic=self.numerics.deterministic,
         )
-        return self._project_out(self._rotate(out, rope, inverse=True))
+        return self._project_out(self._rotate(out, ctx.inverse_rope(plan.ratio)))
 
     def write_kv(self, x: Float[Tensor, "T D"], ctx: ForwardContext, *, window: bool) -> None:
         """Leave the KV of tokens that do nothing else in this layer."""
@@ -130,9 +131,8 @@ class CSA2Attention(Float32Islands):
         ctx.work.entries_read[self.plan.layer] = len(chosen.kv)
         return chosen.kv, chosen.keys
 
-    def _rotate(self, x: Tensor, rope: Tensor, *, inverse: bool = False) -> Tensor:
-        deterministic = self.numerics.deterministic
-        return ops.rotate(x, rope, inverse=inverse, deterministic=deterministic)
+    def _rotate(self, x: Tensor, rope: Tensor) -> Tensor:
+        return ops.rotate(x, rope, deterministic=self.numerics.deterministic)
 
     def _window_kv(self, x: Tensor, ctx: ForwardContext) -> tuple[Float[Tensor, "S C"], ops.Keys]:
         layer = self.plan.layer
@@ -155,10 +155,14 @@ class CSA2Attention(Float32Islands):
         """Two-step output projection; the first is grouped by heads and its input not rounded."""
         groups = self.attn.o_groups
         inputs = out.flatten(1).unflatten(1, (groups, -1))  # [T, G, H/G*C]
-        weight = self.wo_a.value(out.dtype).to(out.dtype).unflatten(0, (groups, -1))
-        parts = [
-            ops.linear(inputs[:, g], weight[g], deterministic=self.numerics.deterministic)
-            for g in range(groups)
-        ]
-        projected: Tensor = self.wo_b(torch.cat(parts, dim=-1))
+        weight = cast(self.wo_a.value(out.dtype), out.dtype).unflatten(0, (groups, -1))
+        if len(out) == 1 and not self.numerics.deterministic:  # one call for all groups
+            grouped = torch.bmm(inputs.transpose(0, 1), weight.mT).view(1, -1)
+        else:
+            parts = [
+                ops.linear(inputs[:, g], weight[g], deterministic=self.numerics.deterministic)
+                for g in range(groups)
+            ]
+            grouped = torch.cat(parts, dim=-1)
+        projected: Tensor = self.wo_b(grouped)
         return projected

@@ -1,5 +1,6 @@
 """Mixture of experts with one routing bias for text and one for images. Report §2.1.1."""
 
+from collections.abc import Sequence
 from typing import ClassVar, Unpack
 
 import torch
@@ -12,6 +13,7 @@ from openv41.layers.context import ForwardContext
 from openv41.layers.factory import Factory
 from openv41.layers.islands import Float32Islands, island
 from openv41.layers.quantized_linear import QuantizedLinear, QuantizedWeight
+from openv41.ops.precision import widened
 
 
 class Gate(Float32Islands):
@@ -121,24 +123,41 @@ class MixtureOfExperts(nn.Module):
         self, x: Float[Tensor, "T D"], expert_ids: Int[Tensor, "T A"], weights: Tensor
     ) -> Float[Tensor, "T D"]:
         """Sum of the chosen experts' weighted outputs, at least float32."""
+        if not len(x):
+            return widened(x)
+        if len(x) == 1:
+            return self._run_for_one(x, expert_ids[0].tolist(), weights[0])
         order, counts = ops.sort_by_expert(expert_ids, self.moe.num_experts)
         used = [expert for expert, count in enumerate(counts) if count]
         counts = [counts[expert] for expert in used]
         inputs = x.index_select(0, order // self.moe.top_k).split(counts)
+        down = self._feed(inputs, used, weights.flatten()[order])
+        return ops.combine(torch.cat(down), order, self.moe.top_k)
+
+    def _run_for_one(
+        self, x: Float[Tensor, "1 D"], experts: list[int], weights: Float[Tensor, " A"]
+    ) -> Float[Tensor, "1 D"]:
+        """The same for a single token, whose row all its experts share: nothing to sort."""
+        outputs = self._feed([x] * len(experts), experts, weights)
+        return widened(torch.cat(outputs)).sum(dim=0, keepdim=True)
+
+    def _feed(
+        self, inputs: Sequence[Tensor], experts: list[int], weights: Float[Tensor, " pairs"]
+    ) -> list[Tensor]:
+        """Feed each of some experts its rows."""
+        dtype = inputs[0].dtype
         stacks = (self.experts.w1, self.experts.w3, self.experts.w2)
-        w1, w3, w2 = (_pick(stack.value(x.dtype), used) for stack in stacks)
+        w1, w3, w2 = (_pick(stack.value(dtype), experts) for stack in stacks)
         gate = [self._product(*pair) for pair in zip(inputs, w1, strict=True)]
         up = [self._product(*pair) for pair in zip(inputs, w3, strict=True)]
-        none = x.new_empty(0, self.moe.expert_dim)
         hidden = ops.clamped_swiglu(
-            torch.cat([none, *gate]),
-            torch.cat([none, *up]),
+            torch.cat(gate),
+            torch.cat(up),
             self.moe.swiglu_limit,
-            weights.flatten()[order],
+            weights,
             deterministic=self.numerics.deterministic,
-        ).split(counts)
-        down = [self._product(*pair) for pair in zip(hidden, w2, strict=True)]
-        return ops.combine(torch.cat([x.new_empty(0, x.shape[1]), *down]), order, self.moe.top_k)
+        ).split([len(rows) for rows in inputs])
+        return [self._product(*pair) for pair in zip(hidden, w2, strict=True)]
 
     def _product(self, rows: Tensor, weight: Tensor) -> Tensor:
         numerics = self.numerics

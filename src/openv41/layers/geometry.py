@@ -62,6 +62,8 @@ class Entries:
 
 def _ranges(starts: Sequence[int], stops: Sequence[int], device: torch.device) -> Tensor:
     parts = [torch.arange(a, b) for a, b in zip(starts, stops, strict=True)]
+    if len(parts) == 1:
+        return parts[0].to(device)
     return torch.cat([torch.empty(0, dtype=torch.int64), *parts]).to(device)
 
 

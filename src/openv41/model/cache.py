@@ -27,7 +27,8 @@ class DenseStore:
     def write(self, slot: Slot, spans: Spans, rows: Tensor, unrounded: Tensor) -> None:
         """Set rows; entries and token ids may leave no gap, windows and the like begin anew."""
         assert rows.shape == unrounded.shape, f"{slot}: {rows.shape} and {unrounded.shape}"
-        parts = rows.detach().split(spans.counts)
+        rows = rows.detach()
+        parts = [rows] if len(spans.requests) == 1 else rows.split(spans.counts)
         for request, first, stop, part in zip(
             spans.requests, spans.firsts, spans.stops, parts, strict=True
         ):

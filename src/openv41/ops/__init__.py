@@ -22,7 +22,7 @@ from openv41.ops.indexer import (
 from openv41.ops.linear import linear, quantized_linear
 from openv41.ops.mhc import mix_streams, predict_mix, update_streams
 from openv41.ops.norm import rms_norm
-from openv41.ops.rope import rope_frequencies, rope_table, rotate, yarn_frequencies
+from openv41.ops.rope import inverse_table, rope_frequencies, rope_table, rotate, yarn_frequencies
 from openv41.ops.sinkhorn import doubly_stochastic
 from openv41.ops.sparse_attention import Keys, plan_keys, sparse_attention
 from openv41.ops.swiglu import clamped_swiglu
@@ -41,6 +41,7 @@ __all__ = [
     "expert_weights",
     "hash_ngrams",
     "index_scores",
+    "inverse_table",
     "kernels",
     "linear",
     "mask_pool",

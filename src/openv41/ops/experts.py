@@ -8,6 +8,7 @@ from torch.nn import functional as F  # noqa: N812
 from openv41.ops._dispatch import op
 from openv41.ops.deterministic import elementwise
 from openv41.ops.linear import linear
+from openv41.ops.precision import widened
 
 
 @op
@@ -22,10 +23,10 @@ def router_scores(
 
     At least float32, whatever the dtype of the input.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    logits = linear(x.to(wide), weight, deterministic=deterministic)
-    smallest = torch.finfo(wide).tiny  # softplus may underflow, and sqrt has no slope at zero
-    logits = logits / temperature
+    logits = linear(widened(x), weight, deterministic=deterministic)
+    if temperature != 1:
+        logits = logits / temperature
+    smallest = torch.finfo(logits.dtype).tiny  # softplus may underflow; sqrt has no slope at zero
     positive = elementwise(logits, F.softplus) if deterministic else F.softplus(logits)
     return positive.clamp(min=smallest).sqrt()
 
@@ -70,7 +71,7 @@ def sort_by_expert(
 @op
 def combine(outputs: Float[Tensor, "pairs D"], order: Int[Tensor, " pairs"], top_k: int) -> Tensor:
     """Undo ``order`` and sum each token's experts, in at least float32: [T, D]."""
-    wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+    wide = widened(outputs)
     place = torch.empty_like(order)
     place.scatter_(0, order, torch.arange(order.shape[0], device=order.device))
     return wide.index_select(0, place).view(-1, top_k, wide.shape[1]).sum(dim=1)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from openv41.ops._dispatch import op
 from openv41.ops.deterministic import TILE_WIDTH, fixed_product, whole_tiles
+from openv41.ops.precision import cast
 
 
 @op
@@ -28,8 +29,9 @@ def index_scores(
         dots = torch.einsum("btij,bmj->btim", q.to(score_dtype), keys.to(score_dtype))
         return (dots.relu() * weights.to(score_dtype)[..., None]).sum(dim=2)
     wide = torch.promote_types(q.dtype, score_dtype)
-    dots = torch.einsum("btij,bmj->btim", q.to(wide), keys.to(wide)).relu_()
-    return (weights.to(wide)[:, :, None] @ dots)[:, :, 0]
+    rows = cast(q, wide).flatten(1, 2)  # [B, T*I, J]
+    dots = torch.bmm(rows, cast(keys, wide).mT).relu_().view(-1, q.shape[2], keys.shape[1])
+    return torch.bmm(cast(weights, wide).view(-1, 1, q.shape[2]), dots).view(*q.shape[:2], -1)
 
 
 def _fixed_scores(

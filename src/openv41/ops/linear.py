@@ -8,6 +8,7 @@ from torch.nn import functional as F  # noqa: N812
 from openv41.config import Rounding
 from openv41.ops._dispatch import op
 from openv41.ops.deterministic import fixed_product
+from openv41.ops.precision import cast
 from openv41.ops.quantize import dequantize_fp8, fake_fp8, quantize_fp8
 
 
@@ -21,7 +22,7 @@ def linear(
     tiles of one shape, so that a row's result depends on that row alone.
     """
     if not deterministic:
-        return F.linear(x, weight.to(x.dtype))
+        return F.linear(x, cast(weight, x.dtype))
     out = fixed_product(x.flatten(0, -2), weight.to(x.dtype))
     return out.view(*x.shape[:-1], len(weight))
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from openv41.ops._dispatch import op, wants_gradient
 from openv41.ops.deterministic import VECTOR_ROWS, elementwise, fixed_rows
 from openv41.ops.linear import linear
+from openv41.ops.precision import cast, widened
 from openv41.ops.sinkhorn import doubly_stochastic
 
 TOKENS_AT_ONCE = 512
@@ -33,8 +34,8 @@ def predict_mix(
     float32 throughout; the RMS division comes after the projection.
     """
     num = x.shape[1]
-    flat = x.flatten(1).to(torch.promote_types(x.dtype, torch.float32))
-    inputs = flat, fn.to(flat.dtype), norm_eps, deterministic
+    flat = widened(x.flatten(1))
+    inputs = flat, cast(fn, flat.dtype), norm_eps, deterministic
     mixes: Tensor = (
         _NormedProjection.apply(*inputs)
         if wants_gradient(flat, fn)
@@ -54,9 +55,9 @@ def coefficients(
     deterministic: bool = False,
 ) -> tuple[Float[Tensor, "T N"], Float[Tensor, "T N N"], Float[Tensor, "T N"]]:
     """Turn raw mixes, in the order [A (N), C (N), B (N x N)], into coefficients A, B, C."""
-    spread = torch.cat([scale[:2], scale[2:].expand(num)])[:, None]  # of the rows A, C, B's N
+    spread = torch.cat([scale, scale[2:].expand(num - 1)])[:, None]  # of the rows A, C, B's N
     raw = mixes.view(-1, num + 2, num) * spread + base.view(-1, num)
-    raw_ac, raw_b = raw[:, :2], raw[:, 2:]
+    raw_ac, raw_b = torch.split_with_sizes(raw, (2, num), 1)
     if deterministic:
         comb = fixed_rows(raw_b, lambda b: doubly_stochastic(b, steps, eps), VECTOR_ROWS)
         a, c = elementwise(raw_ac, torch.sigmoid).unbind(1)
@@ -72,10 +73,10 @@ def mix_streams(x: Float[Tensor, "T N D"], a: Float[Tensor, "T N"]) -> Float[Ten
 
     Accumulates in at least float32 (float64 stays); the result has the dtype of ``x``.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    parts = x.to(wide), a.to(wide)
+    wide = widened(x)
+    parts = wide, cast(a, wide.dtype)
     mixed: Tensor = _Mix.apply(*parts) if wants_gradient(*parts) else _mixed(*parts)
-    return mixed.to(x.dtype)
+    return cast(mixed, x.dtype)
 
 
 @op
@@ -88,12 +89,12 @@ def update_streams(
     deterministic: bool = False,
 ) -> Float[Tensor, "T N D"]:
     """Write a block output back into the streams: X' = B X + C y, Eq. (6)."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    parts = (x.to(wide), y.to(wide), b.to(wide), c.to(wide))
+    wide = widened(x)
+    parts = (wide, *(cast(part, wide.dtype) for part in (y, b, c)))
     if deterministic:
-        return _added_in_order(*parts).to(x.dtype)
+        return cast(_added_in_order(*parts), x.dtype)
     new: Tensor = _Update.apply(*parts) if wants_gradient(*parts) else _updated(*parts)
-    return new.to(x.dtype)
+    return cast(new, x.dtype)
 
 
 def _added_in_order(x: Tensor, y: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -112,6 +113,8 @@ def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _mixed(x: Tensor, a: Tensor) -> Tensor:
+    if x.shape[0] == 1:
+        return (x * a[..., None]).sum(1)
     out = x.new_empty(x.shape[0], x.shape[2])
     for x_, a_, out_ in _pieces(x, a, out):
         torch.sum(x_ * a_[..., None], dim=1, out=out_)
@@ -138,6 +141,8 @@ class _Mix(torch.autograd.Function):
 
 
 def _updated(x: Tensor, y: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    if x.shape[0] == 1:
+        return torch.addcmul(torch.bmm(b, x), c[..., None], y)
     out = x.new_empty(x.shape)
     for x_, y_, b_, c_, out_ in _pieces(x, y, b, c, out):
         torch.addcmul(torch.bmm(b_, x_), c_[..., None], y_[:, None], out=out_)
@@ -168,6 +173,9 @@ def _normed_projection(
     x: Tensor, weight: Tensor, eps: float, deterministic: bool
 ) -> tuple[Tensor, Tensor]:
     """(x W^T) / rms(x), and 1 / rms(x)."""
+    if x.shape[0] == 1:
+        inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        return linear(x, weight, deterministic=deterministic) * inverse, inverse
     out, inverse = x.new_empty(x.shape[0], weight.shape[0]), x.new_empty(x.shape[0], 1)
     for x_, out_, inverse_ in _pieces(x, out, inverse):
         torch.rsqrt(x_.square().mean(-1, keepdim=True) + eps, out=inverse_)

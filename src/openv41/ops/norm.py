@@ -5,6 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from openv41.ops._dispatch import op
+from openv41.ops.precision import cast, widened
 
 
 @op
@@ -14,6 +15,6 @@ def rms_norm(x: Float[Tensor, "... D"], weight: Float[Tensor, " D"], eps: float)
     Computed in at least float32 with one rounding, to the dtype of ``x``. eps is 1e-20 in the
     language model, which float16 would flush to zero.
     """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = widened(x)
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * inverse * weight.to(wide.dtype)).to(x.dtype)
+    return cast(wide * inverse * cast(weight, wide.dtype), x.dtype)

@@ -7,6 +7,7 @@ from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
 from openv41.ops._dispatch import op, wants_gradient
+from openv41.ops.precision import WIDE, widened
 
 
 def rope_frequencies(rope_dim: int, theta: float) -> Float[Tensor, " pairs"]:
@@ -49,28 +50,31 @@ def rope_table(
     return torch.polar(torch.ones_like(angles), angles)
 
 
+def inverse_table(table: Complex[Tensor, "T pairs"]) -> Complex[Tensor, "T pairs"]:
+    """The table that rotates back."""
+    return table.conj().resolve_conj()
+
+
 @op
 def rotate(
     x: Float[Tensor, "T ... C"],
     table: Complex[Tensor, "T pairs"],
     *,
-    inverse: bool = False,
     deterministic: bool = False,
 ) -> Float[Tensor, "T ... C"]:
-    """Rotate the last R channels of each row, as adjacent pairs; ``inverse`` rotates back.
+    """Rotate the last R channels of each row, as adjacent pairs.
 
     Computed in at least float32, rounded once to the dtype of ``x``. Stock complex products fuse
     roundings depending on the place in the array; ``deterministic`` rounds each real product.
     """
     width = 2 * table.shape[-1]
-    wide = torch.promote_types(x.dtype, torch.float32)
     is_inference = not (deterministic or wants_gradient(x))
-    if is_inference and x.dtype == wide and x.shape[-1] % 2 == 0:
-        return _rotated_copy(x, table.conj() if inverse else table)
+    if is_inference and x.dtype in WIDE and x.shape[-1] % 2 == 0:
+        return _rotated_copy(x, table)
     head, tail = x.split([x.shape[-1] - width, width], dim=-1)
-    tail = tail.to(wide).contiguous()
+    tail = widened(tail).contiguous()
     pairs = torch.view_as_complex(tail.unflatten(-1, (-1, 2)))  # [T, ..., R/2]
-    turn = (table.conj() if inverse else table).to(pairs.dtype)
+    turn = table.to(pairs.dtype)
     turn = turn.reshape(len(x), *[1] * (x.ndim - 2), turn.shape[-1])
     turned = _real_product(pairs, turn) if deterministic else pairs * turn
     return torch.cat([head, torch.view_as_real(turned).flatten(-2).to(x.dtype)], dim=-1)
@@ -81,10 +85,11 @@ def _rotated_copy(
 ) -> Float[Tensor, "T ... C"]:
     """Rotate inside one copy: half the calls, which is what few tokens cost."""
     out = x.clone(memory_format=torch.contiguous_format)
-    pairs = torch.view_as_complex(out.view(*x.shape[:-1], x.shape[-1] // 2, 2))[
-        ..., -turn.shape[-1] :
-    ]
-    pairs.mul_(turn.view(turn.shape[0], *[1] * (x.ndim - 2), turn.shape[-1]))
+    pairs = torch.view_as_complex(out.view(*x.shape[:-1], x.shape[-1] // 2, 2))
+    num = turn.shape[-1]
+    if num < pairs.shape[-1]:
+        pairs = pairs.narrow(-1, pairs.shape[-1] - num, num)
+    pairs.mul_(turn if x.ndim == 2 else turn.view(turn.shape[0], *[1] * (x.ndim - 2), num))
     return out
 
 

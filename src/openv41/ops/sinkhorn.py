@@ -36,13 +36,17 @@ def _runs_on_numpy(logits: Tensor) -> bool:
 
 def _balance_few(logits: Float[Tensor, "T N N"], steps: int, eps: float) -> Float[Tensor, "T N N"]:
     """The steps of ``_Sinkhorn`` on numpy arrays, same bits: a call costs a third of torch's."""
-    soft = logits.detach().softmax(2).permute(1, 2, 0).contiguous()  # [N, N, T]
-    mix = soft.numpy() + eps
+    soft = logits.detach().softmax(2).numpy().transpose(1, 2, 0)  # [N, N, T]
+    mix = np.add(soft, eps, order="C")
+    small = np.asarray(eps, mix.dtype)  # a Python number would be converted in each call
+    sums = np.empty_like(mix[:1]), np.empty_like(mix[:, :1])
     for step in range(2 * steps - 1):
-        divisor = np.add.reduce(mix, axis=step % 2, keepdims=True)
-        divisor += eps
-        mix /= divisor
-    return torch.from_numpy(mix).permute(2, 0, 1).contiguous()
+        axis = step % 2
+        divisor = sums[axis]
+        np.add.reduce(mix, axis, out=divisor, keepdims=True)
+        np.add(divisor, small, divisor)
+        np.divide(mix, divisor, mix)
+    return torch.from_numpy(mix.transpose(2, 0, 1)).contiguous()
 
 
 class _Sinkhorn(torch.autograd.Function):

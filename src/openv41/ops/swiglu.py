@@ -1,12 +1,12 @@
 """SwiGLU with clamped inputs. Report §2.1.1."""
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from openv41.ops._dispatch import op
 from openv41.ops.deterministic import elementwise
+from openv41.ops.precision import cast, widened
 
 
 @op
@@ -19,10 +19,9 @@ def clamped_swiglu(
     deterministic: bool = False,
 ) -> Float[Tensor, "T F"]:
     """silu(min(gate, limit)) * clamp(up, -limit, limit) * weight, in at least float32."""
-    wide = torch.promote_types(gate.dtype, torch.float32)
-    gate_input = gate.to(wide).clamp(max=limit)
+    gate_input = widened(gate).clamp(max=limit)
     act = elementwise(gate_input, F.silu) if deterministic else F.silu(gate_input)
-    out = act * up.to(wide).clamp(-limit, limit)
+    out = act * cast(up, act.dtype).clamp(-limit, limit)
     if weight is not None:
-        out = out * weight.to(wide)[:, None]
-    return out.to(gate.dtype)
+        out = out * cast(weight, out.dtype)[:, None]
+    return cast(out, gate.dtype)
