@@ -122,6 +122,7 @@ def draw(lines: list[dict[str, object]]) -> None:
         left.plot([line["context"] for line in rows], per_layer, marker="o", label=kind)
     left.set(xscale="log", xlabel="context", ylabel="entries scored per layer and token")
     left.set_yscale("symlog", linthresh=10)
+    left.set_ylim(bottom=-1)
     left.legend()
     whole = [line for line in lines if line["kind"] == "full"]
     right.plot([w["context"] for w in whole], [w["ms"] for w in whole], marker="o", color="black")
