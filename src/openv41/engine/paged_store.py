@@ -213,11 +213,16 @@ class PagedStore:
             ring = self.rings[slot]
             dtype = self._formats["pending"].dtype if slot.kind == "pending" else self.dtype
             return ring.read(self._ring_rows(spans, ring.size), dtype)
+        if not any(spans.firsts):
+            return self._whole_pages(slot, spans)
         return self._unpacked(slot, self._page_rows(spans, self.config.compress_ratios[slot.layer]))
 
     def pick(self, slot: Slot, spans: Spans, rows: Int[Tensor, " n"]) -> Tensor:
         """Get some rows of what ``read`` would give, without reading the others."""
         per_page = self._per_page(slot.layer)
+        if len(spans.requests) == 1:
+            entries, table = rows + spans.firsts[0], self._held[spans.requests[0]].table
+            return self._unpacked(slot, table[entries // per_page] * per_page + entries % per_page)
         bounds = torch.tensor([0, *spans.counts], device=self.device).cumsum(0)
         of = torch.searchsorted(bounds, rows, right=True) - 1  # whose row it is
         entries = rows - bounds[of] + torch.tensor(spans.firsts, device=self.device)[of]
@@ -361,6 +366,17 @@ class PagedStore:
                 parts.append(table[entries // per_page] * per_page + entries % per_page)
             self._entry_rows[key] = torch.cat(parts)
         return self._entry_rows[key]
+
+    def _whole_pages(self, slot: Slot, spans: Spans) -> Tensor:
+        """Rows of each request from its first one on, page by page."""
+        per_page, parts = self._per_page(slot.layer), []
+        pages = self.pages[slot].unflatten(0, (-1, per_page))
+        for request, stop in zip(spans.requests, spans.stops, strict=True):
+            held = pages[self._held[request].table[: -(-stop // per_page)]]
+            parts.append(held.flatten(0, 1)[:stop])
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+        self.rows_read += len(rows)
+        return self._formats[slot.kind].unpack(rows, self.dtype)
 
     def _unpacked(self, slot: Slot, rows: Int[Tensor, " n"]) -> Tensor:
         self.rows_read += len(rows)
