@@ -170,6 +170,7 @@ def generate(run: Runner, export: Path) -> str:
         "--max-tokens": settings.SAMPLE_TOKENS,
         "--temperature": settings.TEMPERATURE,
         "--seed": settings.SEED,
+        "--numerics": settings.EVALUATION_NUMERICS,
     }
     words = [str(word) for pair in options.items() for word in pair]
     sample = run.command("generate", export, *words, capture=True).rstrip("\n")
