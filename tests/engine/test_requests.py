@@ -12,7 +12,7 @@ from openv41.layers.batch import Batch
 from openv41.layers.probe import Probe
 from openv41.model.prefill import PrefillMode
 from tests.close import assert_close
-from tests.engine.mini_engine import GREEDY, Letters, arm, engine_of, greedy, plain_logits
+from tests.engine.mini_engine import GREEDY, arm, engine_of, greedy, plain_logits
 from tests.layers.mini import random_ids
 
 
@@ -142,26 +142,42 @@ def test_cancelling_frees_the_pages_at_once(model):
     assert other not in engine._jobs
 
 
-def test_a_failing_batch_ends_only_the_request_that_fails(model, caplog):
-    engine = engine_of(model)
+@pytest.mark.parametrize("late", [False, True], ids=["before the model", "after it has written"])
+def test_a_failing_batch_ends_only_the_request_that_fails(model, caplog, late):
+    """Also where the rings have moved on by more than they hold when it fails."""
+    engine = engine_of(model, tokens_per_step=48)
     forward = engine._forward
 
     def failing(step):
-        if any(7 in job.request.stop_ids for job, _ in step):
+        fails = any(7 in job.request.stop_ids and job.output for job, _ in step)
+        found = forward(step) if late or not fails else None
+        if fails:
             raise ZeroDivisionError("made up")
-        return forward(step)
+        return found
 
     engine._forward = failing
-    prompts = [random_ids(n, seed=n) for n in (5, 9, 12)]
+    prompts = [random_ids(n, seed=n) for n in (5, 9, 100)]
     requests = [greedy(p, 4) for p in prompts]
     requests[1] = greedy(prompts[1], 4, stop_ids=(7,))
-    answers = engine.generate(requests)
-    assert answers[1].finish_reason is FinishReason.ERROR
-    assert "made up" in answers[1].error
-    for i in (0, 2):
-        want = plain_logits(model, prompts[i], answers[i].tokens)
-        assert_close(f"{i}", torch.stack(engine.drawn_from[i]), want, rtol=1e-9, atol=1e-9)
+    for _ in range(2):  # the second time beside what the first one left
+        first = engine._next
+        answers = engine.generate(requests)
+        assert answers[1].finish_reason is FinishReason.ERROR
+        assert "made up" in answers[1].error
+        for i in (0, 2):
+            want = plain_logits(model, prompts[i], answers[i].tokens)
+            got = torch.stack(engine.drawn_from[first + i])
+            assert_close(f"{i}", got, want, rtol=1e-9, atol=1e-9)
     assert "a batch of 3 requests failed" in caplog.text
+    engine.prefixes.clear()
+    assert engine.store.allocator.free == engine.store.cache.num_pages
+
+
+def test_an_invalid_request_of_several_leaves_none_behind(model):
+    engine = engine_of(model)
+    with pytest.raises(ConfigError, match="the prompt holds token 64"):
+        engine.generate([greedy([1, 2]), greedy([64])])
+    assert engine.is_idle
 
 
 def test_logits_of_nan_end_one_request(model):
@@ -202,4 +218,3 @@ def test_streams_and_seeds(model):
     assert isinstance(next(stream), Event)
     stream.close()
     assert engine.is_idle
-    assert Letters().vocab_size == model.config.vocab_size

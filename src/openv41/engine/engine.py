@@ -190,8 +190,10 @@ class Engine:
     def generate(self, requests: Sequence[Request]) -> list[Answer]:
         """Answer all requests, in their order."""
         collectors = [Collector() for _ in requests]
-        numbers = [self.submit(r, c) for r, c in zip(requests, collectors, strict=True)]
+        numbers: list[int] = []
         try:
+            for request, collector in zip(requests, collectors, strict=True):
+                numbers.append(self.submit(request, collector))
             while not self.is_idle:
                 self.step()
         finally:
@@ -211,7 +213,10 @@ class Engine:
     # one batch
 
     def _run(self, step: Sequence[tuple[Job, int]]) -> None:
-        """Compute a batch; if that fails, each of its requests alone, so that only one is lost."""
+        """Compute a batch; if that fails, its requests start again, each alone at first.
+
+        What a failed forward has written cannot be taken back, so that nothing of it is kept.
+        """
         try:
             output, probe = self._forward(step)
         except Exception as error:
@@ -219,8 +224,9 @@ class Engine:
             if len(step) == 1:
                 self._end(step[0][0], FinishReason.ERROR, f"{type(error).__name__}: {error}")
             else:
-                for share in step:
-                    self._run([share])
+                for job, _ in reversed(step):
+                    job.alone = True
+                    self.scheduler.restart(job)
             return
         if probe is not None:
             probe.collect()
@@ -261,7 +267,7 @@ class Engine:
 
     def _draw(self, job: Job, logits: Float[Tensor, "T V"]) -> None:
         """Take the next token, send it, and end the request where it ends."""
-        job.rows = None
+        job.rows, job.alone = None, False
         event, reason = draw(job, logits[0], self.model.config)
         self.figures.generated_tokens += event.token is not None
         if reason is not None:

@@ -53,10 +53,11 @@ class Scheduler:
         """Choose jobs and how many tokens of each; their pages are reserved."""
         self._fill_places()
         budget = self.config.tokens_per_step
-        decoding = [job for job in self.running if not job.is_prefill][:budget]
+        running = [job for job in self.running if job.alone][:1] or self.running
+        decoding = [job for job in running if not job.is_prefill][:budget]
         shares = [(job, 1) for job in decoding]
         budget -= len(decoding)
-        prompts = [job for job in self.running if job.is_prefill][:budget]
+        prompts = [job for job in running if job.is_prefill][:budget]
         for index, job in enumerate(prompts):
             share = -(-budget // (len(prompts) - index))
             shares.append((job, min(share, job.pending)))
@@ -74,6 +75,12 @@ class Scheduler:
             self._store.close(job.number)
         elif job in self.waiting:
             self.waiting.remove(job)
+
+    def restart(self, job: Job) -> None:
+        """Let a running job give up what it holds; it is the next to be computed again."""
+        self.remove(job)
+        job.restart()
+        self.waiting.appendleft(job)
 
     def _fill_places(self) -> None:
         while self.waiting and len(self.running) < self._store.cache.max_requests:
@@ -102,14 +109,10 @@ class Scheduler:
                 self._store.reserve(job.number, job.done + count)
             except OutOfPages:
                 youngest = self.running[-1]
-                self._preempt(youngest)
+                self.restart(youngest)
+                self.preemptions += 1
                 if youngest is job:
                     return False
             else:
                 return True
 
-    def _preempt(self, job: Job) -> None:
-        self.remove(job)
-        job.restart()
-        self.waiting.appendleft(job)
-        self.preemptions += 1
