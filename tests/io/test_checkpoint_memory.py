@@ -53,7 +53,7 @@ def big_checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fixture") / "big"
     options = ["--preset", "small", "--num-experts", "112", "--no-outputs"]
     subprocess.run([sys.executable, "-m", "openv41", "fixture", folder, *options], check=True)
-    return folder
+    return folder / "checkpoint"
 
 
 @pytest.mark.prove

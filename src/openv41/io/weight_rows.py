@@ -22,7 +22,7 @@ QUANTIZE = {
     "fp4": quantize.quantize_fp4_rows,
     "fp8_rows": quantize.quantize_fp8_rows,
 }
-CHUNK_ELEMENTS = 1 << 20
+CHUNK_ELEMENTS = 1 << 18
 _E8M0_NAN = 0xFF
 _E4M3_NAN = 0x7F  # with either sign
 
