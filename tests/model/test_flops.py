@@ -17,8 +17,8 @@ from openv41.model.flops import (
     count_parameters,
     flops_per_token,
     parameter_shapes,
-    prefill_cut,
 )
+from openv41.model.prefill import find_cut
 from openv41.ops import quantize
 from openv41.plan import Mode
 from openv41.presets import PRESETS, preset, released, thin, tiny
@@ -168,11 +168,11 @@ def test_work_of_short_contexts_counts_what_exists():
 
 
 def test_the_cut_is_the_last_kv_source():
-    assert prefill_cut(released()) == prefill_cut(thin()) == 20
+    assert find_cut(released()) == find_cut(thin()) == (20, "")
     window_only = replace(
         tiny(), compress_ratios=(0,) * 8, kv_sources=(), index_sources=(), engram=None
     )
-    assert prefill_cut(window_only) == 8
+    assert find_cut(window_only)[0] is None
     model = build(window_only)
     assert {layer.plan.mode for layer in model.layers} == {Mode.WINDOW}
     head = active_parameters(model, prefill=False) - active_parameters(model, prefill=True)

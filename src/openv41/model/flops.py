@@ -13,7 +13,7 @@ from openv41.config import ModelConfig
 from openv41.layers.quantized_linear import QuantizedWeight
 from openv41.model.cache_formats import packed_bytes
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
-from openv41.model.prefill import PromptRows
+from openv41.model.prefill import PromptRows, find_cut
 from openv41.plan import LayerPlan, plan_layers
 
 # The first fragment that a parameter's name contains decides where it counts.
@@ -31,7 +31,7 @@ COMPONENTS = {
     ".moe.gate.": "routers",
     "norm.": "norms",
 }
-# What the decoder's kv source computes for prompt tokens, see prefill_cut.
+# What a layer computes for prompt tokens that end there, see find_cut.
 KV_SOURCE_PARTS = (
     "attn_norm.",
     "attention.wkv.",
@@ -92,21 +92,16 @@ def component_of(name: str) -> str:
     raise AssertionError(f"no component for parameter {name}")
 
 
-def prefill_cut(config: ModelConfig) -> int:
-    """First layer that prompt tokens skip: the last kv source, or the end without one."""
-    return max(config.kv_sources, default=config.num_layers)
-
-
 def active_parameters(model: CausalEncoderDecoder, *, prefill: bool) -> int:
     """Parameters that work on one token: no embedding, no table, the chosen experts alone."""
-    return sum(map(prod, _active_shapes(model, prefill=prefill)))
+    return sum(map(prod, _active_shapes(model, prefill=prefill).values()))
 
 
 def flops_per_token(model: CausalEncoderDecoder, context: int, *, prefill: bool) -> Work:
     """Operations for the last token of a context of this length."""
     config = model.config
-    shapes = _active_shapes(model, prefill=prefill)
-    plans = plan_layers(config)[: prefill_cut(config) if prefill else None]
+    shapes = _active_shapes(model, prefill=prefill).values()
+    plans = plan_layers(config)[: find_cut(config)[0] if prefill else None]
     return Work(
         matrices=2 * sum(prod(shape) for shape in shapes if len(shape) > 1),
         attention=sum(_attention_flops(config, plan, context) for plan in plans),
@@ -121,16 +116,12 @@ def prompt_flops(model: CausalEncoderDecoder, rows: PromptRows, length: int) -> 
     A row that ends at a layer leaves its KV there; the head runs for the last row.
     """
     config, total, entering = model.config, 2 * prod(model.head.weight.shape), rows.start
-    weights: dict[int, int] = {}
-    kv_weights: dict[int, int] = {}
-    for name, shape in parameter_shapes(model).items():
-        if not name.startswith("layers.") or len(shape) < 2 or "engram.table" in name:
-            continue
-        _, layer, rest = name.split(".", 2)
-        size = prod((config.moe.top_k, *shape[1:]) if rest.startswith("moe.experts") else shape)
-        weights[int(layer)] = weights.get(int(layer), 0) + size
-        if rest.startswith(KV_SOURCE_PARTS):
-            kv_weights[int(layer)] = kv_weights.get(int(layer), 0) + size
+    weights, kv_weights = ([0] * config.num_layers for _ in range(2))
+    for name, shape in _active_shapes(model).items():
+        if name.startswith("layers.") and len(shape) > 1:
+            _, layer, rest = name.split(".", 2)
+            weights[int(layer)] += prod(shape)
+            kv_weights[int(layer)] += prod(shape) if rest.startswith(KV_SOURCE_PARTS) else 0
     for plan, first in zip(plan_layers(config), rows.firsts, strict=True):
         computed = range(first, length)
         total += 2 * weights[plan.layer] * len(computed)
@@ -155,25 +146,26 @@ def cache_bytes(config: ModelConfig) -> CacheBytes:
     )
 
 
-def _active_shapes(model: CausalEncoderDecoder, *, prefill: bool) -> list[tuple[int, ...]]:
+def _active_shapes(
+    model: CausalEncoderDecoder, *, prefill: bool = False
+) -> dict[str, tuple[int, ...]]:
     """Shapes of the weights that one token meets, stacks of experts cut to the chosen ones."""
-    cut, active = prefill_cut(model.config), []
+    cut, active = find_cut(model.config)[0], {}
     for name, shape in parameter_shapes(model).items():
         component = component_of(name)
-        if component in ("embedding", "engram tables") or (
-            prefill and not _runs_in_prefill(name, cut)
-        ):
-            continue
-        is_stack = component == "routed experts"
-        active.append((model.config.moe.top_k, *shape[1:]) if is_stack else shape)
+        skipped = component in ("embedding", "engram tables")
+        if not skipped and (not prefill or _runs_in_prefill(name, cut)):
+            is_stack = component == "routed experts"
+            active[name] = (model.config.moe.top_k, *shape[1:]) if is_stack else shape
     return active
 
 
-def _runs_in_prefill(name: str, cut: int) -> bool:
+def _runs_in_prefill(name: str, cut: int | None) -> bool:
     if not name.startswith("layers."):
         return False  # final norm and head: last token only
     _, layer, rest = name.split(".", 2)
-    return int(layer) < cut or (int(layer) == cut and rest.startswith(KV_SOURCE_PARTS))
+    is_below = cut is None or int(layer) < cut
+    return is_below or (int(layer) == cut and rest.startswith(KV_SOURCE_PARTS))
 
 
 def _attention_flops(config: ModelConfig, plan: LayerPlan, context: int) -> int:
