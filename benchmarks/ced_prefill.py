@@ -45,8 +45,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    lines = list(measure(options.tokens, options.rounds))
-    record("ced_prefill", lines)
+    lines = record("ced_prefill", measure(options.tokens, options.rounds))
     for line in lines:
         sys.stderr.write(f"{line}\n")
     return int(any(line["met"] is False for line in lines))

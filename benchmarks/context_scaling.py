@@ -38,9 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.context_scaling")
     parser.add_argument("--most", type=int, default=CONTEXTS[-1])
     options = parser.parse_args()
-    lines = list(measure([c for c in CONTEXTS if c <= options.most]))
-    record("context_scaling", lines)
-    draw(lines)
+    draw(record("context_scaling", measure([c for c in CONTEXTS if c <= options.most])))
 
 
 def measure(contexts: list[int]) -> Iterator[dict[str, object]]:

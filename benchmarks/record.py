@@ -27,16 +27,19 @@ def machine() -> dict[str, object]:
         "device": "cpu",
         "cpu": names[0] if names else platform.processor(),
         "threads": torch.get_num_threads(),
-        "load_average": round(os.getloadavg()[0], 2),
+        "cores": os.cpu_count(),
+        "load_average_at_start": round(os.getloadavg()[0], 2),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "commit": commit.stdout.strip(),
     }
 
 
-def record(name: str, lines: Iterable[dict[str, object]]) -> None:
-    """Write the lines of one benchmark."""
+def record(name: str, lines: Iterable[dict[str, object]]) -> list[dict[str, object]]:
+    """Measure, write and return the lines of one benchmark."""
     about = machine()
-    text = "".join(json.dumps(line | about) + "\n" for line in lines)
+    kept = [about | line for line in lines]
     RESULTS.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(line) + "\n" for line in kept)
     write_atomic(RESULTS / f"{name}.jsonl", text.encode())
+    return kept

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from benchmarks import tables
 from tests.meta.sources import REPOSITORY, tracked_files
 
 PAGES = sorted(
@@ -83,3 +84,9 @@ def test_tracked_files_speak_of_no_machine():
 def test_no_file_is_large():
     large = [str(p.relative_to(REPOSITORY)) for p in tracked_files() if p.stat().st_size > 200_000]
     assert not large, f"above 200 kB: {large}"
+
+
+def test_tables_are_those_of_the_recorded_lines():
+    text = tables.PAGE.read_text(encoding="utf-8")
+    assert tables.filled(text) == text, "run python -m benchmarks.tables"
+    assert "| full | " in text

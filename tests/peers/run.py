@@ -5,22 +5,15 @@ or `--only speed`, `--golden-dir`.
 """
 
 import argparse
-import json
-import os
-import platform
-import subprocess
 import sys
 from pathlib import Path
 
-import torch
-
-from openv41.io.atomic import write_atomic
+from benchmarks.record import record
 from tests.peers.agreement import agreement_lines
 from tests.peers.load import PEERS, implementation
 from tests.peers.speed import speed_lines
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-RESULTS = REPOSITORY / "benchmarks" / "results"
 
 
 def say(text):
@@ -35,9 +28,9 @@ def main():
     failed = False
     if options.only != "speed":
         goldens = [p for p in map(options.golden_dir.joinpath, "AB") if p.is_dir()]
-        failed |= write("peers_agreement.jsonl", "agreement", agreement(goldens))
+        failed |= write("peers_agreement", "agreement", agreement(goldens))
     if options.only != "agreement":
-        failed |= write("peers_speed.jsonl", "speed", speed_lines(say))
+        failed |= write("peers_speed", "speed", speed_lines(say))
     return int(failed)
 
 
@@ -53,35 +46,15 @@ def agreement(goldens):
     yield from agreement_lines(implementation("openv41")[0], peers, goldens)
 
 
-def write(file, kind, lines):
+def write(name, kind, lines):
     """Show and keep the lines; return whether one of them failed."""
-    about = machine()
-    kept = []
-    for line in lines:
-        say(f"{kind}: " + ", ".join(f"{k} {_short(v)}" for k, v in line.items()))
-        kept.append(json.dumps({"kind": kind} | line | about))
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    write_atomic(RESULTS / file, ("\n".join(kept) + "\n").encode())
-    return any(json.loads(k).get("agrees", True) is False for k in kept)
 
+    def shown():
+        for line in lines:
+            say(f"{kind}: " + ", ".join(f"{k} {_short(v)}" for k, v in line.items()))
+            yield {"kind": kind} | line
 
-def machine():
-    """Return what the figures depend on."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    table = Path("/proc/cpuinfo").read_text().splitlines()
-    model = [s.split(":")[1] for s in table if s.startswith("model name")]
-    cores = len(os.sched_getaffinity(0))
-    return {
-        "device": "cpu",
-        "cpu": model[0].strip() if model else platform.processor(),
-        "cores": cores,
-        "load_average_at_start": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "commit": commit,
-    }
+    return any(line.get("agrees") is False for line in record(name, shown()))
 
 
 def _short(value):
