@@ -1,37 +1,19 @@
 """``openv41 generate``: text on stdout, equal for equal seeds; plain errors."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from openv41.cli.main import app
-from openv41.io.checkpoint import load_model, save_model
-from openv41.io.checkpoint_writer import read_companions
-from openv41.io.engram_map import compress_vocabulary
-from openv41.io.tokenizer import load_tokenizer, train_tokenizer
+from openv41.io.checkpoint import load_model
+from openv41.io.tokenizer import load_tokenizer
 from openv41.layers.batch import Batch
-from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
-from openv41.model.init import init_weights
-from openv41.presets import with_vocabulary
-from tests.train.runs import short_config
+from tests.server.tiny import make_checkpoint
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "text.txt").write_text("To be, or not to be, that is the question.\n")
-    tokenizer = train_tokenizer([folder / "text.txt"], vocab_size=262)
-    tokenizer.save(folder / "tokenizer")
-    classes = len(set(compress_vocabulary(tokenizer.backend)))
-    config = with_vocabulary(
-        replace(short_config(), max_position=12), vocab_size=262, compressed_vocab_size=classes
-    )
-    model = CausalEncoderDecoder(config, dtype=torch.float32)
-    init_weights(model, 1)
-    save_model(model, folder / "released", companions=read_companions(folder / "tokenizer"))
-    return folder / "released"
+    return make_checkpoint(tmp_path_factory.mktemp("model"), max_position=12)
 
 
 def run(checkpoint, *options, prompt="To be"):

@@ -44,15 +44,7 @@ def expected(engine):
 
 @pytest.fixture(scope="module")
 def server(engine, expected):
-    config = engine.model.config
-    model = ServedModel(
-        name="tiny",
-        tokenizer=engine.tokenizer,
-        bos_id=config.bos_token_id,
-        eos_id=config.eos_token_id,
-        max_length=config.max_position,
-        created=1,
-    )
+    model = ServedModel.of(engine, "tiny")
     backend = AsyncEngine(engine)
     assert isinstance(backend, Backend)
     service = make_service(backend, model, limits=Limits(max_concurrency=4), stats=engine.stats)

@@ -51,15 +51,7 @@ def loaded(checkpoint):
         )[0].text
         for kind, text in enumerate(texts())
     ]
-    config = engine.model.config
-    model = ServedModel(
-        name="tiny",
-        tokenizer=engine.tokenizer,
-        bos_id=config.bos_token_id,
-        eos_id=config.eos_token_id,
-        max_length=config.max_position,
-        created=1,
-    )
+    model = ServedModel.of(engine, "tiny")
     limits = Limits(max_concurrency=CLIENTS, max_queue=1000, request_seconds=600.0)
     service = make_service(AsyncEngine(engine), model, limits=limits, stats=engine.stats)
     with served(service) as server:

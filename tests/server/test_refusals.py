@@ -127,17 +127,16 @@ def test_the_official_client_raises_its_own_errors(client):
         client.completions.create(model="echo", prompt="!full", stream=True)
 
 
-@pytest.mark.parametrize(
-    ("word", "text"), [("!raise", "internal error"), ("!error", "the engine failed: no page left")]
-)
-def test_an_engine_that_fails_ends_one_request(client, server, word, text):
-    with pytest.raises(openai.InternalServerError, match=text):
+@pytest.mark.parametrize("word", ["!raise", "!error"])
+def test_an_engine_that_fails_ends_one_request(client, server, word):
+    with pytest.raises(openai.InternalServerError, match="internal error") as caught:
         client.completions.create(model="echo", prompt=f"{word} it")
     stream = client.completions.create(model="echo", prompt=f"{word} it", seed=0, stream=True)
     said = []
-    with pytest.raises(openai.APIError, match=text):
+    with pytest.raises(openai.APIError, match="internal error"):
         said.extend(chunk.choices[0].text for chunk in stream)
     assert said == list(word[:2])
+    assert "no page left" not in str(caught.value), "what went wrong inside is for the log"
     server.wait_for(server.is_idle)
     assert client.completions.create(model="echo", prompt="on", seed=0).choices[0].text == "on"
 

@@ -14,13 +14,15 @@ from openv41.presets import with_vocabulary
 from tests.train.runs import short_config
 
 
-def make_checkpoint(folder):
+def make_checkpoint(folder, max_position=512):
     (folder / "text.txt").write_text("To be, or not to be, that is the question.\n")
     tokenizer = train_tokenizer([folder / "text.txt"], vocab_size=262)
     tokenizer.save(folder / "tokenizer")
     classes = len(set(compress_vocabulary(tokenizer.backend)))
     config = with_vocabulary(
-        replace(short_config(), max_position=512), vocab_size=262, compressed_vocab_size=classes
+        replace(short_config(), max_position=max_position),
+        vocab_size=262,
+        compressed_vocab_size=classes,
     )
     model = CausalEncoderDecoder(config, dtype=torch.float32)
     init_weights(model, 1)

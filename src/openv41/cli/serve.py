@@ -2,7 +2,6 @@
 
 import importlib.util
 import logging
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -108,15 +107,7 @@ def _serve(
     from openv41.server.backend import ServedModel  # noqa: PLC0415
     from openv41.server.run import serve as serve_http  # noqa: PLC0415
 
-    config, cache = engine.model.config, engine.config.cache
-    model = ServedModel(
-        name=name,
-        tokenizer=engine.tokenizer,
-        bos_id=config.bos_token_id,
-        eos_id=config.eos_token_id,
-        max_length=min(config.max_position, cache.num_pages * cache.page_size),
-        created=int(time.time()),
-    )
+    model = ServedModel.of(engine, name)
     service = make_service(AsyncEngine(engine), model, limits=limits, stats=engine.stats)
     serve_http(
         service,

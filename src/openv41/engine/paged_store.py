@@ -65,11 +65,6 @@ class Snapshot:
     position: int
     rows: dict[Slot, Tensor]
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory that it takes."""
-        return sum(t.numel() * t.element_size() for t in self.rows.values())
-
 
 class PagedStore:
     """A KVStore over pages and rings; requests must be opened and their pages reserved."""
@@ -101,7 +96,6 @@ class PagedStore:
         self.rings = {slot: self._ring(slot) for slot in ring_slots(config.num_layers, pending)}
         self._addresses: dict[tuple[Spans, int], Addresses] = {}
         self._entry_rows: dict[tuple[Spans, int], Tensor] = {}
-        self.rows_read = 0  # rows of pages, by read and pick
 
     # requests
 
@@ -375,11 +369,9 @@ class PagedStore:
             held = pages[self._held[request].table[: -(-stop // per_page)]]
             parts.append(held.flatten(0, 1)[:stop])
         rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-        self.rows_read += len(rows)
         return self._formats[slot.kind].unpack(rows, self.dtype)
 
     def _unpacked(self, slot: Slot, rows: Int[Tensor, " n"]) -> Tensor:
-        self.rows_read += len(rows)
         return self._formats[slot.kind].unpack(self.pages[slot][rows], self.dtype)
 
     def _renew_table(self, held: _Held) -> None:

@@ -54,7 +54,7 @@ class Prefixes:
         store, tokens, bounded = self._store, job.tokens, job.mode is PrefillMode.BOUNDED
         match = self._exact.match(tokens[:-1])
         if self.disk is not None:
-            match = self._load_from_disk(tokens[:-1], match)
+            match = self._load_from_disk(job, match)
         if bounded:
             other = self._approximate.match(tokens[:-1])
             if other.length > match.length:
@@ -80,13 +80,14 @@ class Prefixes:
         length = job.done if ends else job.done - job.done % self._size
         if length <= job.kept_pages * self._size:
             return
-        job.kept_pages = length // self._size
+        whole, known = length // self._size, job.kept_pages
+        job.kept_pages = whole
         tree = self._approximate if job.is_approximate else self._exact
         pages = self._store.pages_of(job.number, length)
         tree.insert(job.tokens[:length], pages)
         if not job.is_approximate:
             self._take_snapshot(job)
-            self._save_to_disk(job, pages)
+            self._save_to_disk(job, pages[known:whole])
 
     def make_room(self, count: int) -> int:
         """Free pages that only the cache holds."""
@@ -140,29 +141,31 @@ class Prefixes:
             snapshot = self._store.snapshot(job.number, position)
             self._exact.attach(job.tokens[:position], snapshot)
 
-    def _keys(self, tokens: Sequence[int], pages: int) -> list[bytes]:
-        keys, key = [], b""
-        for page in range(pages):
-            key = key_of(key, tuple(tokens[page * self._size : (page + 1) * self._size]))
-            keys.append(key)
-        return keys
+    def _extend_keys(self, keys: list[bytes], tokens: Sequence[int]) -> None:
+        """Add the keys of whole pages of tokens that ``keys`` does not reach yet."""
+        for page in range(len(keys), len(tokens) // self._size):
+            page_tokens = tuple(tokens[page * self._size : (page + 1) * self._size])
+            keys.append(key_of(keys[-1] if keys else b"", page_tokens))
 
-    def _save_to_disk(self, job: Job, pages: Sequence[int]) -> None:
-        if self.disk is None:
+    def _save_to_disk(self, job: Job, new_pages: Sequence[int]) -> None:
+        """Save the newest whole pages of a job."""
+        if self.disk is None or not new_pages:
             return
-        whole = job.done // self._size
-        for key, page in zip(self._keys(job.tokens, whole), pages[:whole], strict=True):
+        self._extend_keys(job.page_keys, job.tokens)
+        first = job.kept_pages - len(new_pages)
+        for key, page in zip(job.page_keys[first : job.kept_pages], new_pages, strict=True):
             if key not in self.disk:
                 self.disk.put(key, self._store.read_page(page).cpu().numpy().tobytes())
 
-    def _load_from_disk(self, tokens: Sequence[int], match: Match) -> Match:
+    def _load_from_disk(self, job: Job, match: Match) -> Match:
         """Bring the pages that follow a match back from the disk."""
         assert self.disk is not None, "no disk tier"
-        store, first = self._store, match.length // self._size
+        store, tokens, first = self._store, job.tokens[:-1], match.length // self._size
+        self._extend_keys(job.page_keys, tokens)
         store.allocator.share(match.pages)
         loaded: list[int] = []
         try:
-            for key in self._keys(tokens, len(tokens) // self._size)[first:]:
+            for key in job.page_keys[first : len(tokens) // self._size]:
                 if (record := self.disk.get(key)) is None:
                     break
                 if not store.allocator.free and not self.make_room(1):

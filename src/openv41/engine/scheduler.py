@@ -115,4 +115,3 @@ class Scheduler:
                     return False
             else:
                 return True
-

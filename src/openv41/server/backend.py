@@ -1,9 +1,11 @@
 """What the server needs of an engine and of its model."""
 
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from openv41.engine.engine import Engine
 from openv41.engine.request import Event, Request
 from openv41.io.tokenizer import TextTokenizer
 
@@ -32,6 +34,19 @@ class ServedModel:
     eos_id: int
     max_length: int  # tokens of prompt and answer together
     created: int  # seconds since 1970
+
+    @classmethod
+    def of(cls, engine: Engine, name: str) -> "ServedModel":
+        """Describe what an engine runs."""
+        config, cache = engine.model.config, engine.config.cache
+        return cls(
+            name=name,
+            tokenizer=engine.tokenizer,
+            bos_id=config.bos_token_id,
+            eos_id=config.eos_token_id,
+            max_length=min(config.max_position, cache.num_pages * cache.page_size),
+            created=int(time.time()),
+        )
 
     def token_bytes(self, token: int) -> bytes:
         """Bytes of a token; none for an id that the vocabulary leaves out."""

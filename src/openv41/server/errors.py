@@ -73,6 +73,11 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail))
     logger.error("a request failed", exc_info=error)
+    return internal_error()
+
+
+def internal_error() -> ApiError:
+    """A fault of ours, whose text is not the client's business."""
     return ApiError(500, "internal error; the server's log tells more", code="internal_error")
 
 

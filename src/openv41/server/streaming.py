@@ -13,7 +13,13 @@ from starlette.types import Receive, Scope, Send
 
 from openv41.engine.request import Event, FinishReason, Request
 from openv41.server.backend import Backend, ServedModel
-from openv41.server.errors import ApiError, as_api_error, error_json, error_response
+from openv41.server.errors import (
+    ApiError,
+    as_api_error,
+    error_json,
+    error_response,
+    internal_error,
+)
 from openv41.server.formats import format_of
 from openv41.server.jobs import check_body, num_choices, plan_job
 from openv41.server.lifecycle import Lifecycle
@@ -226,6 +232,6 @@ async def _cancel(*tasks: "asyncio.Task[object]") -> None:
 
 def _raise_if_broken(event: Event) -> None:
     if event.finish_reason is FinishReason.ERROR:
-        raise ApiError(500, f"the engine failed: {event.error}", code="internal_error")
+        raise internal_error()  # the engine has logged it
     if event.finish_reason is FinishReason.CANCELLED:
         raise ApiError(503, "the engine gave the request up", code="cancelled")
