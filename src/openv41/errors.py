@@ -29,9 +29,17 @@ class DataError(OpenV41Error):
     """Text, token shards or a tokenizer that cannot be used."""
 
 
+class ImageError(OpenV41Error):
+    """An image that cannot be read or is beyond the limits: names the image."""
+
+
 class KernelUnavailableError(OpenV41Error, RuntimeError):
     """A fast kernel was required and cannot run on these inputs."""
 
 
 class OverloadedError(OpenV41Error, RuntimeError):
     """The engine cannot take another request now; a later one may find room."""
+
+
+class PromptError(OpenV41Error, ValueError):
+    """A conversation that cannot be encoded, or an answer that is not in the prompt format."""
