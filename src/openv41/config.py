@@ -213,7 +213,8 @@ class VisionConfig:
 
     def __post_init__(self) -> None:
         counts = ("num_layers", "hidden_size", "num_heads", "intermediate_size", "patch_size")
-        problems = _below(self, 1, (*counts, "downsample_ratio", "max_image_tokens", "min_pixels"))
+        problems = _below(self, 1, (*counts, "downsample_ratio", "min_pixels"))
+        problems += _below(self, 4, ("max_image_tokens",))  # start, cell, newline, end
         problems += _not_positive(self, ("rope_theta",))
         if self.max_wh_ratio is not None:
             problems += _not_positive(self, ("max_wh_ratio",))

@@ -25,7 +25,6 @@ SECTIONS = {
     "2.5": "Optimization",
 }
 PENDING = {
-    "2.1.1": "the vision encoder comes with the vision part; the experts are here",
     "2.4.3": "the drafter comes with the DSpark part",
     "2.5": "Muon and the Sinkhorn-balanced update come with the training part",
 }

@@ -9,7 +9,8 @@ import torch
 
 from openv41.io.checkpoint import load_model
 from openv41.io.tensor_files import read_tensors
-from openv41.io.trace import TRACE_DTYPES, TRACE_NUMERICS, Inputs, read_feed, run_case, trace_decode
+from openv41.io.trace import TRACE_DTYPES, TRACE_NUMERICS, read_feed, run_case, trace_decode
+from openv41.io.trace_inputs import Inputs
 
 FEW_STEPS = 3
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from safetensors.torch import load_file
 
-from openv41.config import VisionConfig
+from openv41.config import DsparkConfig
 from openv41.io.checkpoint_writer import write_checkpoint
 from openv41.io.weight_rows import Rows
 from openv41.ngram_hash_constants import num_embeddings
@@ -100,5 +100,13 @@ def _engram(engram, *, table_size, head_dim, vocab_size):
     )
 
 
-def tiny_vision():
-    return VisionConfig(num_layers=1, hidden_size=8, num_heads=1, intermediate_size=8)
+def tiny_dspark():
+    return DsparkConfig(
+        num_stages=1,
+        block_size=2,
+        noise_token_id=3,
+        target_layer_ids=(0,),
+        markov_rank=2,
+        num_experts=2,
+        top_k=1,
+    )

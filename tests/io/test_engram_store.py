@@ -70,7 +70,7 @@ def batch_of(model, *lengths):
     pool = torch.randint(3, model.config.vocab_size - 2, (9,))
     ids = pool[torch.randint(len(pool), (sum(lengths),))]
     ids[2:4] = model.config.image_token_id
-    return Batch.packed(ids, list(lengths))
+    return Batch.packed(ids, list(lengths), model.embed.weight[ids[2:4]].detach())
 
 
 @torch.no_grad()

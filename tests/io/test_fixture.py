@@ -16,7 +16,8 @@ from openv41.io.engram_map import compress_vocabulary
 from openv41.io.fixture import FixtureOptions, fixture_config, make_fixture, toy_tokenizer
 from openv41.io.hf_config import read_config, read_variant
 from openv41.io.tensor_files import read_metadata, read_tensors
-from openv41.io.trace import Inputs, run_case
+from openv41.io.trace import run_case
+from openv41.io.trace_inputs import Inputs
 from tests.close import assert_close
 
 SMALL = FixtureOptions(seed=5, vocab_size=64, hidden_size=32, num_experts=2, outputs=False)

@@ -117,7 +117,7 @@ def test_a_weight_and_its_scale_belong_to_one_parameter_of_ours():
 
 def test_parts_without_a_module_have_no_name_of_ours():
     for spec in tensor_table(released()):
-        is_declared = spec.released.startswith(("mtp.", "vision.", "aligner.", "image_"))
+        is_declared = spec.released.startswith("mtp.")
         assert (spec.ours is None) == is_declared, spec.released
 
 

@@ -10,14 +10,9 @@ from openv41.errors import InputError
 from openv41.io.checkpoint import load_model
 from openv41.io.fixture import FixtureOptions, make_fixture
 from openv41.io.tensor_files import read_tensors, write_tensors
-from openv41.io.trace import (
-    TRACE_DTYPES,
-    TRACE_NUMERICS,
-    Inputs,
-    _margin,
-    read_feed,
-    run_case,
-)
+from openv41.io.trace import TRACE_DTYPES, TRACE_NUMERICS, read_feed, run_case
+from openv41.io.trace_inputs import Inputs
+from openv41.io.trace_values import margin_of
 from openv41.layers.batch import Batch
 
 OPTIONS = FixtureOptions(
@@ -50,9 +45,9 @@ def released(folder, inputs):
 
 def test_margin_is_last_chosen_less_first_rejected():
     scores = torch.tensor([[4.0, 1.0, 3.0], [2.0, 2.0, 2.0], [1.0, -torch.inf, -torch.inf]])
-    assert _margin(scores, 1).tolist() == [1.0, 0.0, torch.inf]
-    assert _margin(scores, 2).tolist() == [2.0, 0.0, torch.inf]
-    assert _margin(scores, 3).tolist() == [torch.inf] * 3
+    assert margin_of(scores, 1).tolist() == [1.0, 0.0, torch.inf]
+    assert margin_of(scores, 2).tolist() == [2.0, 0.0, torch.inf]
+    assert margin_of(scores, 3).tolist() == [torch.inf] * 3
 
 
 def test_trace_is_the_model_itself(released, inputs):
@@ -132,7 +127,7 @@ def test_feed_of_another_model(released, inputs, tmp_path, problem, change):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("image", "case image is not there yet: images come with the vision encoder"),
+        ("image", "case image needs an inputs file with image_ids; this one has none"),
         ("other", "case is 'other', must be one of prefill, decode, batch, replay, image"),
     ],
 )

@@ -8,14 +8,15 @@ from openv41.layers.probe import Probe
 from tests.layers.mini import IMAGE_TOKEN, mini_model, random_ids
 
 
-def batch():
+def batch(model):
     ids = random_ids(15)
     ids[6:8] = [IMAGE_TOKEN] * 2
-    return Batch.from_documents([ids, random_ids(4, 1)])
+    documents = [ids, random_ids(4, 1)]
+    return Batch.from_documents(documents, image_embeds=model.embed.weight[[IMAGE_TOKEN] * 2])
 
 
 def loss(model, probe=None):
-    return model.logits(model(batch(), probe=probe).hidden).logsumexp(-1).sum()
+    return model.logits(model(batch(model), probe=probe).hidden).logsumexp(-1).sum()
 
 
 @pytest.mark.parametrize("part", ["attention", "mhc", "moe", "engram", "norm", ""])

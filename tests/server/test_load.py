@@ -5,6 +5,7 @@ import random
 import resource
 import statistics
 import time
+from contextlib import aclosing
 
 import openai
 import pytest
@@ -69,8 +70,8 @@ async def ask(client, number, offline, waits):
     start = time.perf_counter()
     if luck < 7:
         stream = await client.completions.create(**body, max_tokens=200, stream=True)
-        await anext(aiter(stream), None)
-        await stream.close()
+        async with stream, aclosing(aiter(stream)) as chunks:
+            await anext(chunks, None)
         return
     stream = luck % 2 == 0
     answer = await client.completions.create(**body, max_tokens=MAX_TOKENS, stream=stream)

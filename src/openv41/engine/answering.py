@@ -42,9 +42,11 @@ def take_prompt(job: Job, logits: Float[Tensor, "T V"]) -> None:
     following = prompt[begin + 1 : job.done + 1]
     if begin == 0:  # also where a preempted prompt starts anew
         job.prompt_logprobs, job.prompt_top = [None], [()]
-    for own, top in row_logprobs(logits[: len(following)], following, asked):
-        job.prompt_logprobs.append(own)
-        job.prompt_top.append(top)
+    found = row_logprobs(logits[: len(following)], following, asked)
+    for position, (own, top) in enumerate(found, begin + 1):
+        is_image = job.images.covers(position)  # no word was predicted there
+        job.prompt_logprobs.append(None if is_image else own)
+        job.prompt_top.append(() if is_image else top)
 
 
 def _about_prompt(job: Job) -> Event:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from openv41.config import NUMERICS
 from openv41.engine.answering import Collector, draw, take_prompt
+from openv41.engine.images import ImageCache, JobImages, find_spans, join
 from openv41.engine.job import Job, Sink
 from openv41.engine.paged_store import CacheConfig, PagedStore
 from openv41.engine.prefixes import Prefixes, open_disk
@@ -51,6 +52,7 @@ class EngineConfig:
     max_snapshots: int = 64  # of windows, for hits without a replay
     disk_folder: Path | None = None  # persistent tier of the prefix cache
     disk_bytes: int = 1 << 30
+    image_cache_bytes: int = 256 << 20  # of span embeddings
     engram: EngramPlacement = "resident"  # of a model that ``Engine.load`` loads
     deterministic: bool = False  # likewise: an answer does not depend on its neighbours
 
@@ -58,6 +60,8 @@ class EngineConfig:
         problems = []
         if self.max_snapshots < 0:
             problems.append(f"max_snapshots is {self.max_snapshots}, must be at least 0")
+        if self.image_cache_bytes < 0:
+            problems.append(f"image_cache_bytes is {self.image_cache_bytes}, must be at least 0")
         if self.disk_folder is not None and not self.prefix_cache:
             problems.append("disk_folder is set but prefix_cache is off; switch it on")
         if problems:
@@ -97,6 +101,7 @@ class Engine:
         self.scheduler = Scheduler(
             config.schedule, self.store, admit=self._admit, make_room=self.prefixes.make_room
         )
+        self.images = ImageCache(model.vision, config.image_cache_bytes)
         self.figures = Figures()
         self.num_tokens = min(tokenizer.vocab_size, model.config.vocab_size)
         self._jobs: dict[int, Job] = {}
@@ -131,6 +136,8 @@ class Engine:
     def submit(self, request: Request, sink: Sink) -> int:
         """Queue a request; its events go to ``sink`` from ``step``. Returns its number."""
         self._check(request)
+        config = self.model.config
+        spans = find_spans(request.prompt, request.images, config)
         if len(self.scheduler.waiting) >= self.config.schedule.max_queue:
             raise OverloadedError(
                 f"{len(self.scheduler.waiting)} requests wait already; try again later"
@@ -139,10 +146,16 @@ class Engine:
         job = Job(
             number=number,
             request=request,
-            sampler=Sampler(request.sampling, self.num_tokens, request.prompt),
+            sampler=Sampler(
+                request.sampling,
+                self.num_tokens,
+                request.prompt,
+                banned=[config.image_token_id] if config.vision else [],
+            ),
             text=TextStream(self.tokenizer, request.stop),
             sink=sink,
             mode=self.config.prefill,
+            images=JobImages(spans),
             tokens=list(request.prompt),
         )
         if job.needs_all_rows or self.cut is None:
@@ -203,7 +216,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters since the start, and what is held now."""
-        return self.figures.stats(self.model, self.store, self.scheduler, self.prefixes)
+        return self.figures.stats(
+            self.model, self.store, self.scheduler, self.prefixes, self.images
+        )
 
     def close(self) -> None:
         """End every request and put the persistent tier on the disk."""
@@ -256,6 +271,13 @@ class Engine:
             tuple(job.number for job in jobs),
             tuple(job.done for job in jobs),
             tuple(count for _, count in step),
+            image_embeds=join(
+                [
+                    rows
+                    for job, count in step
+                    for rows in job.images.embeds(job.done, job.done + count, self.images)
+                ]
+            ),
         )
         config = self.model.config
         rows = layer_rows(config, {j.number: j.rows for j in jobs if j.rows is not None})

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from openv41.engine.images import JobImages
 from openv41.engine.logprobs import Alternatives
 from openv41.engine.request import Event, FinishReason, Request, TokenLogprob
 from openv41.engine.sampler import Sampler
@@ -29,6 +30,7 @@ class Job:
     text: TextStream
     sink: Sink
     mode: PrefillMode
+    images: JobImages
     tokens: list[int] = field(default_factory=list)
     done: int = 0
     rows: PromptRows | None = None  # of the prompt, while it is computed
@@ -57,6 +59,10 @@ class Job:
     def output(self) -> Sequence[int]:
         """Tokens drawn so far."""
         return self.tokens[len(self.request.prompt) :]
+
+    def keys(self, stop: int) -> list[int | bytes]:
+        """What the prefix cache knows the positions below ``stop`` by."""
+        return self.images.keys(self.tokens[:stop])
 
     @property
     def needs_all_rows(self) -> bool:

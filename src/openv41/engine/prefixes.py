@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from openv41 import ops
 from openv41.engine.disk_tier import DiskTier, key_of
 from openv41.engine.job import Job
 from openv41.engine.paged_store import PagedStore, Snapshot
@@ -18,6 +19,8 @@ from openv41.engine.pages import OutOfPages
 from openv41.engine.prefix_cache import Match, PrefixCache
 from openv41.layers.store import Slot
 from openv41.model.prefill import PrefillMode, PromptRows, ReplayVariant, first_needed, prompt_rows
+
+Keys = Sequence[int | bytes]  # of positions: token ids, or an image's content
 
 logger = logging.getLogger(__name__)
 
@@ -51,22 +54,24 @@ class Prefixes:
         if not reuse:
             job.rows, job.done, job.cached_tokens = self._rows(job, 0), 0, 0
             return
-        store, tokens, bounded = self._store, job.tokens, job.mode is PrefillMode.BOUNDED
-        match = self._exact.match(tokens[:-1])
+        store, bounded = self._store, job.mode is PrefillMode.BOUNDED
+        keys = job.keys(len(job.tokens) - 1)
+        match = self._exact.match(keys)
         if self.disk is not None:
-            match = self._load_from_disk(job, match)
+            match = self._load_from_disk(job, keys, match)
         if bounded:
-            other = self._approximate.match(tokens[:-1])
+            other = self._approximate.match(keys)
             if other.length > match.length:
                 match, job.is_approximate = other, True
         known = match.length
         rows = self._rows(job, known)
-        snapshot = None if bounded or not known else self._snapshot(job, known, rows.start)
+        snapshot = None if bounded or not known else self._snapshot(job, keys, known, rows.start)
         if snapshot is not None:
             rows = self._rows(job, known, restored=snapshot.position)
         if known:
             try:
-                store.adopt(job.number, match.pages, known, tokens[: rows.start], rows.start)
+                recent = job.images.masked(job.tokens[: rows.start], ops.DEAD)
+                store.adopt(job.number, match.pages, known, recent, rows.start)
             except OutOfPages:  # not even one for the partly known page
                 known, rows, snapshot = 0, self._rows(job, 0), None
         if snapshot is not None:
@@ -84,10 +89,11 @@ class Prefixes:
         job.kept_pages = whole
         tree = self._approximate if job.is_approximate else self._exact
         pages = self._store.pages_of(job.number, length)
-        tree.insert(job.tokens[:length], pages)
+        keys = job.keys(length)
+        tree.insert(keys, pages)
         if not job.is_approximate:
-            self._take_snapshot(job)
-            self._save_to_disk(job, pages[known:whole])
+            self._take_snapshot(job, keys)
+            self._save_to_disk(job, keys, pages[known:whole])
 
     def make_room(self, count: int) -> int:
         """Free pages that only the cache holds."""
@@ -116,10 +122,10 @@ class Prefixes:
             variant=self._variant,
         )
 
-    def _snapshot(self, job: Job, known: int, start: int) -> Snapshot | None:
+    def _snapshot(self, job: Job, keys: Keys, known: int, start: int) -> Snapshot | None:
         """The deepest snapshot that saves rows of a replay and has the windows that are needed."""
         config = self._store.config
-        for position, kept in self._exact.snapshots(job.tokens, known):
+        for position, kept in self._exact.snapshots(keys, known):
             assert isinstance(kept, Snapshot), f"{kept!r} is no snapshot"
             if position <= start:
                 return None
@@ -132,40 +138,40 @@ class Prefixes:
                     return kept
         return None
 
-    def _take_snapshot(self, job: Job) -> None:
+    def _take_snapshot(self, job: Job, keys: Keys) -> None:
         position = job.done - job.done % self._size
         if position in (0, job.snapshot_at) or job.mode is PrefillMode.BOUNDED:
             return
         if self._takes_snapshots and job.done - position <= self._store.cache.draft_tokens:
             job.snapshot_at = position
             snapshot = self._store.snapshot(job.number, position)
-            self._exact.attach(job.tokens[:position], snapshot)
+            self._exact.attach(keys[:position], snapshot)
 
-    def _extend_keys(self, keys: list[bytes], tokens: Sequence[int]) -> None:
-        """Add the keys of whole pages of tokens that ``keys`` does not reach yet."""
-        for page in range(len(keys), len(tokens) // self._size):
-            page_tokens = tuple(tokens[page * self._size : (page + 1) * self._size])
-            keys.append(key_of(keys[-1] if keys else b"", page_tokens))
+    def _extend_keys(self, names: list[bytes], keys: Keys) -> None:
+        """Add the names of whole pages that ``names`` does not reach yet."""
+        for page in range(len(names), len(keys) // self._size):
+            of_page = tuple(keys[page * self._size : (page + 1) * self._size])
+            names.append(key_of(names[-1] if names else b"", of_page))
 
-    def _save_to_disk(self, job: Job, new_pages: Sequence[int]) -> None:
+    def _save_to_disk(self, job: Job, keys: Keys, new_pages: Sequence[int]) -> None:
         """Save the newest whole pages of a job."""
         if self.disk is None or not new_pages:
             return
-        self._extend_keys(job.page_keys, job.tokens)
+        self._extend_keys(job.page_keys, keys)
         first = job.kept_pages - len(new_pages)
         for key, page in zip(job.page_keys[first : job.kept_pages], new_pages, strict=True):
             if key not in self.disk:
                 self.disk.put(key, self._store.read_page(page).cpu().numpy().tobytes())
 
-    def _load_from_disk(self, job: Job, match: Match) -> Match:
+    def _load_from_disk(self, job: Job, keys: Keys, match: Match) -> Match:
         """Bring the pages that follow a match back from the disk."""
         assert self.disk is not None, "no disk tier"
-        store, tokens, first = self._store, job.tokens[:-1], match.length // self._size
-        self._extend_keys(job.page_keys, tokens)
+        store, first = self._store, match.length // self._size
+        self._extend_keys(job.page_keys, keys)
         store.allocator.share(match.pages)
         loaded: list[int] = []
         try:
-            for key in job.page_keys[first : len(tokens) // self._size]:
+            for key in job.page_keys[first : len(keys) // self._size]:
                 if (record := self.disk.get(key)) is None:
                     break
                 if not store.allocator.free and not self.make_room(1):
@@ -175,11 +181,11 @@ class Prefixes:
                 store.write_page(loaded[-1], data.to(store.device))
             if loaded:
                 length = (first + len(loaded)) * self._size
-                self._exact.insert(tokens[:length], [*match.pages[:first], *loaded])
+                self._exact.insert(keys[:length], [*match.pages[:first], *loaded])
         finally:
             store.allocator.release(match.pages)
             store.allocator.release(loaded)
-        return self._exact.match(tokens)
+        return self._exact.match(keys)
 
 
 def open_disk(store: PagedStore, folder: Path, fingerprint: str, max_bytes: int) -> DiskTier:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from openv41.engine.sampler import SamplingConfig
 from openv41.errors import ConfigError
+from openv41.io.image_processor import ProcessedImage
 
 
 class FinishReason(StrEnum):
@@ -31,13 +32,15 @@ class TokenLogprob:
 class Request:
     """One prompt and how to go on from it.
 
-    ``logprobs`` and ``prompt_logprobs`` count the alternatives listed beside each token's own
-    log-probability; None lists nothing. ``choices`` are discrete choices to replay, as recorded by
-    ``record_choices``.
+    ``images`` stand in the order of the prompt, which holds the image token once for each position
+    of their spans. ``logprobs`` and ``prompt_logprobs`` count the alternatives listed beside each
+    token's own log-probability; None lists nothing. ``choices`` are discrete choices to replay, as
+    recorded by ``record_choices``.
     """
 
     prompt: tuple[int, ...]
     max_tokens: int
+    images: tuple[ProcessedImage, ...] = ()
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()

@@ -74,8 +74,15 @@ class Sampler:
     the CPU in float64, so that devices draw alike.
     """
 
-    def __init__(self, config: SamplingConfig, num_tokens: int, prompt: Sequence[int] = ()) -> None:
-        """Ids below ``num_tokens`` can be drawn; others in ``prompt`` do not matter."""
+    def __init__(
+        self,
+        config: SamplingConfig,
+        num_tokens: int,
+        prompt: Sequence[int] = (),
+        *,
+        banned: Sequence[int] = (),
+    ) -> None:
+        """Ids below ``num_tokens`` can be drawn, but for ``banned``; others do not matter."""
         if outside := [t for t, _ in config.logit_bias if not 0 <= t < num_tokens]:
             raise InputError(
                 f"logit_bias names tokens {outside}; ids that can be drawn are from 0 to "
@@ -83,6 +90,7 @@ class Sampler:
             )
         self.config = config
         self.num_tokens = num_tokens
+        self._banned = torch.tensor([t for t in banned if t < num_tokens], dtype=torch.int64)
         self._generator = torch.Generator().manual_seed(config.seed)
         self._biased = torch.tensor([t for t, _ in config.logit_bias], dtype=torch.int64)
         self._bias = torch.tensor([bias for _, bias in config.logit_bias], dtype=torch.float64)
@@ -110,6 +118,7 @@ class Sampler:
     def _penalised(self, scores: Float[Tensor, " V"]) -> Float[Tensor, " V"]:
         """Add the bias, then apply the penalties; may write to ``scores``."""
         scores[self._biased] += self._bias
+        scores[self._banned] = -torch.inf
         if self._seen is not None:
             penalty = self.config.repetition_penalty
             weaker = torch.where(scores > 0, scores / penalty, scores * penalty)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from openv41.engine.images import ImageCache
 from openv41.engine.job import Job
 from openv41.engine.paged_store import PagedStore
 from openv41.engine.prefixes import Prefixes
@@ -25,6 +26,9 @@ class EngineStats:
     prefill_rows: int  # of prompts that were fed, times layers
     prefill_rows_skipped: int  # those of them that no layer had to compute
     preemptions: int
+    images_encoded: int
+    image_hits: int  # spans taken from the cache of embeddings
+    image_bytes: int  # that the cache holds
     engram_rows: int
     engram_hits: int
     engram_bytes: int
@@ -55,6 +59,7 @@ class Figures:
         store: PagedStore,
         scheduler: Scheduler,
         prefixes: Prefixes,
+        images: ImageCache,
     ) -> EngineStats:
         """All figures at this moment."""
         engram, free = engram_counters(model), store.allocator.free
@@ -70,6 +75,9 @@ class Figures:
             prefill_rows=self.prefill_rows,
             prefill_rows_skipped=self.prefill_rows_skipped,
             preemptions=scheduler.preemptions,
+            images_encoded=images.encoded,
+            image_hits=images.hits,
+            image_bytes=images.num_bytes,
             engram_rows=engram.rows,
             engram_hits=engram.hits,
             engram_bytes=engram.bytes_read,

@@ -1,6 +1,6 @@
 """Loads and saves models in the released layout or as plain numbers. Report §2.1.
 
-``load_model`` gives the text model. ``load_checkpoint`` keeps beside it what this package has no
+``load_model`` gives the model. ``load_checkpoint`` keeps beside it what this package has no
 module for (the carried tensors) and the tokenizer's files, so that saving gives back the whole
 checkpoint, byte for byte, when the source is long gone.
 """
@@ -61,7 +61,7 @@ def load_model(
     device: torch.device | str = "cpu",
     engram: EngramPlacement = "resident",
 ) -> CausalEncoderDecoder:
-    """Load the text model; the tensors of other parts are checked but not read.
+    """Load the model; the tensors of the drafter are checked but not read.
 
     "stored" keeps quantised weights as the file's codes and everything else in the file's dtype; a
     torch dtype makes every weight a float parameter (float32 holds every stored value exactly).
@@ -243,9 +243,9 @@ class _ModelSource:
         ]
         if lost:
             raise CheckpointError(
-                f"{lost[0]} and {len(lost) - 1} more tensors of the image and drafter parts are "
-                "not there; load with load_checkpoint and save with save_checkpoint to carry "
-                "them, or leave these parts out of the configuration"
+                f"{lost[0]} and {len(lost) - 1} more tensors of the drafter are not there; "
+                "load with load_checkpoint and save with save_checkpoint to carry them, or leave "
+                "the drafter out of the configuration"
             )
 
     def rows(self, weight: Weight, start: int, stop: int) -> Rows:

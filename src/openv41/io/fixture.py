@@ -36,7 +36,8 @@ from openv41.io.engram_map import compress_vocabulary
 from openv41.io.fixture_rules import Rule, check_rules, readme
 from openv41.io.tensor_files import write_tensors
 from openv41.io.tokenizer import TOKENIZER_FILE
-from openv41.io.trace import GREEDY_TOKENS, Inputs, run_case
+from openv41.io.trace import GREEDY_TOKENS, run_case
+from openv41.io.trace_inputs import Inputs
 from openv41.io.weight_rows import Rows, Weight
 from openv41.layers.batch import Batch
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder

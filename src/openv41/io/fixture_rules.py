@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from openv41.config import ModelConfig
-from openv41.io.trace import selection_margins
+from openv41.io.trace_values import selection_margins
 from openv41.layers.batch import Batch
 from openv41.layers.probe import Probe
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder

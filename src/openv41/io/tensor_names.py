@@ -79,8 +79,6 @@ def num_shards(config: ModelConfig) -> int:
 def count_declared(config: ModelConfig) -> dict[str, int]:
     """Parameters of the parts that are declared here and have no module of ours."""
     parts: dict[str, list[_Weight]] = {}
-    if config.vision:
-        parts["vision"] = list(_vision(config.vision, config.hidden_size))
     if config.dspark:
         stages = range(config.dspark.num_stages)
         drafter = [_drafter_stage(config, config.dspark, s) for s in stages]
@@ -238,7 +236,19 @@ def _vision(vision: VisionConfig, d: int) -> Iterator[_Weight]:
     }
     shapes |= {f"image_{mark}": (d,) for mark in ("start", "newline", "end")}
     for name, shape in shapes.items():
-        yield _Weight(name, None, "bf16", shape)
+        yield _Weight(name, _vision_parameter(name), "bf16", shape)
+
+
+def _vision_parameter(released: str) -> str:
+    """Our name of a tensor of the image part."""
+    for theirs, ours in (
+        ("vision.patch_embed.proj.", "vision.encoder.patch_embed."),
+        ("vision.", "vision.encoder."),
+        ("aligner.", "vision.projector."),
+    ):
+        if released.startswith(theirs):
+            return ours + released.removeprefix(theirs)
+    return "vision." + released.removeprefix("image_")
 
 
 def _under(ours: str | None, leaf: str) -> str | None:

@@ -10,13 +10,23 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from openv41 import ops
 from openv41.config import NUMERICS, NumericsConfig
 from openv41.errors import InputError
 from openv41.io.tensor_files import read_tensors
+from openv41.io.trace_image import trace_image
+from openv41.io.trace_inputs import Inputs
+from openv41.io.trace_values import (
+    as_input,
+    as_stored,
+    feed_tokens,
+    leaf,
+    margin_of,
+    one_request,
+    selection_margins,
+    widen,
+)
 from openv41.layers.batch import Batch
 from openv41.layers.probe import Probe
 from openv41.model.cache import DenseStore
@@ -28,7 +38,7 @@ from openv41.model.prefill import (
     layer_rows,
     prompt_rows,
 )
-from openv41.plan import LayerPlan, plan_layers
+from openv41.plan import plan_layers
 
 Mode = Literal["f32", "f32qat", "released", "f64"]
 GREEDY_TOKENS = 24
@@ -47,10 +57,7 @@ TRACE_DTYPES: dict[str, torch.dtype | Literal["stored"]] = {
     "released": "stored",
     "f64": torch.float64,
 }
-CASES = ("prefill", "decode", "batch", "replay")
-NOT_YET = {
-    "image": "images come with the vision encoder",
-}
+CASES = ("prefill", "decode", "batch", "replay", "image")
 
 _STREAMS = {"out", "pre_mix_out", "after_engram"}
 _SUBSET = _STREAMS | {"final_hidden", "attn_out", "ffn_out", "window_kv"}
@@ -70,38 +77,6 @@ _COPIED = (
 _FED = (*_STREAMS, "main_kv", "index_k", "topk_indices", "candidate_mask")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """Tokens of every case, as an inputs file holds them."""
-
-    text_ids: Int[Tensor, " S"]
-    prefill_len: int
-    subset_positions: Int[Tensor, " _"]  # rows kept of wide per-layer tensors
-    batch_ids: Int[Tensor, "B T"]
-
-    @classmethod
-    def read(cls, path: Path) -> "Inputs":
-        """Read and check an inputs file; tensors of other cases are ignored."""
-        found = read_tensors(path)
-        names = ("text_ids", "prefill_len", "subset_positions", "batch_ids")
-        if missing := [name for name in names if name not in found]:
-            raise InputError(
-                f"{path}: no tensor {', '.join(missing)}; an inputs file has {', '.join(names)}"
-            )
-        text, rows = found["text_ids"].long(), found["subset_positions"].long()
-        prefill_len = int(found["prefill_len"].flatten()[0])
-        if not 0 < prefill_len < len(text):
-            raise InputError(f"{path}: prefill_len is {prefill_len}, must be in 1..{len(text) - 1}")
-        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(text):
-            raise InputError(f"{path}: subset_positions must be rows of the {len(text)} text_ids")
-        return cls(
-            text_ids=text,
-            prefill_len=prefill_len,
-            subset_positions=rows,
-            batch_ids=found["batch_ids"].long(),
-        )
-
-
 @torch.no_grad()
 def run_case(
     model: CausalEncoderDecoder,
@@ -115,10 +90,8 @@ def run_case(
     With ``feed`` each layer of a prefill starts from the given streams, and reads the given main
     KV, index keys and selections; what it computes itself is returned.
     """
-    if case in NOT_YET:
-        raise InputError(f"case {case} is not there yet: {NOT_YET[case]}")
     if case not in CASES:
-        raise InputError(f"case is {case!r}, must be one of {', '.join((*CASES, *NOT_YET))}")
+        raise InputError(f"case is {case!r}, must be one of {', '.join(CASES)}")
     if feed is not None and case != "prefill":
         raise InputError(f"feed works with case prefill, not {case}")
     if feed is not None:
@@ -126,6 +99,8 @@ def run_case(
         return trace_prefill(model, inputs, mode, feed)
     if case == "prefill":
         return trace_prefill(model, inputs, mode)
+    if case == "image":
+        return trace_image(model, inputs, mode)
     others = {"decode": trace_decode, "batch": trace_batch, "replay": trace_replay}
     return others[case](model, inputs)
 
@@ -137,27 +112,27 @@ def trace_prefill(
     feed: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """One forward over all text tokens."""
-    fed = {} if feed is None else {n: _as_input(t) for n, t in feed.items() if _leaf(n) in _FED}
+    fed = {} if feed is None else {n: as_input(t) for n, t in feed.items() if leaf(n) in _FED}
     probe = Probe(feed=fed)
-    output = model(_one_request(inputs.text_ids), probe=probe)
+    output = model(one_request(inputs.text_ids), probe=probe)
     seen = {**probe.values, "logits": model.logits(output.hidden)}
     kinds = ("embed", "main_hidden", "final_hidden", "logits")
     traced: dict[str, Tensor] = {name: seen[name] for name in kinds if name in seen}
-    if hashes := [t for name, t in seen.items() if _leaf(name) == "engram_hash_ids"]:
+    if hashes := [t for name, t in seen.items() if leaf(name) == "engram_hash_ids"]:
         traced["engram_hash_ids"] = torch.stack(hashes, dim=1)
     for plan in plan_layers(model.config):
         name = f"layers.{plan.layer}"
         traced |= {f"{name}.{k}": seen[n] for k in _COPIED if (n := f"{name}.{k}") in seen}
-        traced[f"{name}.router_margin"] = _margin(
+        traced[f"{name}.router_margin"] = margin_of(
             seen[f"{name}.router_scores"], model.config.moe.top_k
         )
         if plan.is_index_source:
             traced |= selection_margins(model, plan, seen, fed)
-    kept = {n: t for n, t in traced.items() if _leaf(n) not in _LEFT_OUT[mode]}
+    kept = {n: t for n, t in traced.items() if leaf(n) not in _LEFT_OUT[mode]}
     subset = _SUBSET - _STREAMS if mode == "released" else _SUBSET
     rows = inputs.subset_positions
-    shown = {n: _as_stored(t[rows] if _leaf(n) in subset else t) for n, t in kept.items()}
-    return shown if mode != "released" else {**shown, "subset_positions": _as_stored(rows)}
+    shown = {n: as_stored(t[rows] if leaf(n) in subset else t) for n, t in kept.items()}
+    return shown if mode != "released" else {**shown, "subset_positions": as_stored(rows)}
 
 
 def trace_decode(
@@ -166,7 +141,7 @@ def trace_decode(
     """Prefill, then the remaining text token by token; then greedy tokens after the prefill."""
     config, first = model.config, inputs.prefill_len
     store = DenseStore(config.compress_ratios)
-    model_step = partial(_step, model, store)
+    model_step = partial(feed_tokens, model, store)
     prompt_logits, _ = model_step(inputs.text_ids[:first], 0)
     steps = [
         model_step(ids, position)
@@ -184,10 +159,10 @@ def trace_decode(
     }
     for layer in config.index_sources:
         name = f"layers.{layer}.topk_indices"
-        traced[name] = torch.cat([_widen(seen[name], config.indexer.top_k) for _, seen in steps])
+        traced[name] = torch.cat([widen(seen[name], config.indexer.top_k) for _, seen in steps])
     store.truncate(0, first)
     traced |= _greedy(prompt_logits, first, greedy, model_step)
-    return {name: _as_stored(value) for name, value in traced.items()}
+    return {name: as_stored(value) for name, value in traced.items()}
 
 
 def trace_batch(model: CausalEncoderDecoder, inputs: Inputs) -> dict[str, Tensor]:
@@ -212,7 +187,7 @@ def trace_replay(model: CausalEncoderDecoder, inputs: Inputs) -> dict[str, Tenso
         output = model(prompt, store, rows=layer_rows(config, {0: rows}))
         traced[f"{variant}.prefill_rows_logits"] = model.logits(output.hidden)
         following = inputs.text_ids[length : length + REPLAY_STEPS].split(1)
-        steps = [_step(model, store, ids, length + i)[0] for i, ids in enumerate(following)]
+        steps = [feed_tokens(model, store, ids, length + i)[0] for i, ids in enumerate(following)]
         traced[f"{variant}.decode_logits"] = torch.stack(steps)
     return traced
 
@@ -279,44 +254,6 @@ def _needed_feed(model: CausalEncoderDecoder, tokens: int) -> dict[str, _Need]:
     return needed
 
 
-def selection_margins(
-    model: CausalEncoderDecoder,
-    plan: LayerPlan,
-    seen: Mapping[str, Tensor],
-    fed: Mapping[str, Tensor],
-) -> dict[str, Tensor]:
-    """Last row of the index scores, and how close the choices of an index source were."""
-    name, indexer = f"layers.{plan.layer}", model.config.indexer
-    scores = seen[f"{name}.index_scores"]
-    allowed = _visible(scores, plan.ratio)
-    pool_name = f"layers.{plan.kv_source}.candidate_mask"
-    if plan.uses_candidates:
-        allowed &= fed.get(pool_name, seen[pool_name])
-    found = {
-        f"{name}.index_score_row_last": scores[-1],
-        f"{name}.topk_margin": _margin(scores.masked_fill(~allowed, -torch.inf), indexer.top_k),
-    }
-    if plan.publishes_candidates:
-        blocks = ops.block_scores(scores, _visible(scores, plan.ratio).sum(1), indexer.block_size)
-        found[f"{name}.candidate_margin"] = _margin(blocks, indexer.candidate_blocks)
-    return found
-
-
-def _visible(scores: Tensor, ratio: int) -> Bool[Tensor, "T M"]:
-    """Entries whose group is complete at each token of a request that starts at position 0."""
-    complete = (torch.arange(len(scores)) + 1) // ratio
-    return torch.arange(scores.shape[1]) < complete[:, None]
-
-
-def _margin(scores: Float[Tensor, "T M"], count: int) -> Float[Tensor, " T"]:
-    """Last chosen score less first rejected one; inf where nothing is rejected."""
-    if scores.shape[1] <= count:
-        return scores.new_full((len(scores),), torch.inf)
-    best = scores.topk(count + 1, dim=1).values
-    last, rejected = best[:, count - 1], best[:, count]
-    return torch.where(rejected == -torch.inf, torch.inf, last - rejected)
-
-
 def _greedy(
     prompt_logits: Tensor,
     first: int,
@@ -334,38 +271,3 @@ def _greedy(
         "greedy_tokens": logits.argmax(dim=1),
         "greedy_margin": best[:, 0] - best[:, 1],
     }
-
-
-def _step(
-    model: CausalEncoderDecoder, store: DenseStore, ids: Tensor, start: int
-) -> tuple[Float[Tensor, " V"], dict[str, Tensor]]:
-    """Feed tokens of request 0; return the last logits and the discrete choices."""
-    probe = Probe.recording_choices()
-    output = model(Batch(ids, (0,), (start,), (len(ids),)), store, probe=probe)
-    return model.logits(output.hidden[-1:])[0], probe.values
-
-
-def _one_request(ids: Int[Tensor, " S"]) -> Batch:
-    return Batch.packed(ids, [len(ids)])
-
-
-def _widen(ids: Int[Tensor, "T K"], width: int) -> Int[Tensor, "T _"]:
-    return torch.nn.functional.pad(ids, (0, width - ids.shape[1]), value=-1)
-
-
-def _leaf(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
-def _as_input(value: Tensor) -> Tensor:
-    """Ids as the model uses them."""
-    if value.dtype == torch.uint8:
-        return value.bool()
-    return value if value.is_floating_point() else value.long()
-
-
-def _as_stored(value: Tensor) -> Tensor:
-    """Ids and masks as the golden files keep them."""
-    if value.dtype == torch.bool:
-        return value.to(torch.uint8)
-    return value if value.is_floating_point() else value.to(torch.int32)

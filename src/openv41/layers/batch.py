@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import accumulate
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from openv41.errors import InputError
@@ -21,6 +21,7 @@ from openv41.layers.store import Spans
 class Batch:
     """New tokens of each request, one request after the other.
 
+    ``image_embeds`` holds a row per token that is the model's image token, in their order.
     ``requests`` are the store's ids, ``starts`` the absolute position of each request's first new
     token, ``counts`` how many new tokens it brings (0 is allowed).
     """
@@ -29,6 +30,7 @@ class Batch:
     requests: tuple[int, ...]
     starts: tuple[int, ...]
     counts: tuple[int, ...]
+    image_embeds: Float[Tensor, "I D"] | None = None
 
     def __post_init__(self) -> None:
         if not len(self.requests) == len(self.starts) == len(self.counts):
@@ -47,17 +49,27 @@ class Batch:
 
     @classmethod
     def from_documents(
-        cls, documents: Sequence[Sequence[int]], device: torch.device | str = "cpu"
+        cls,
+        documents: Sequence[Sequence[int]],
+        device: torch.device | str = "cpu",
+        *,
+        image_embeds: Float[Tensor, "I D"] | None = None,
     ) -> "Batch":
         """Pack whole documents; each starts at position 0."""
         ids = [token for document in documents for token in document]
-        return cls.packed(torch.tensor(ids, dtype=torch.int64, device=device), _lengths(documents))
+        packed = torch.tensor(ids, dtype=torch.int64, device=device)
+        return cls.packed(packed, [len(document) for document in documents], image_embeds)
 
     @classmethod
-    def packed(cls, token_ids: Int[Tensor, " T"], lengths: Sequence[int]) -> "Batch":
+    def packed(
+        cls,
+        token_ids: Int[Tensor, " T"],
+        lengths: Sequence[int],
+        image_embeds: Float[Tensor, "I D"] | None = None,
+    ) -> "Batch":
         """Describe an already packed row of documents by their lengths."""
         num = len(lengths)
-        return cls(token_ids, tuple(range(num)), (0,) * num, tuple(lengths))
+        return cls(token_ids, tuple(range(num)), (0,) * num, tuple(lengths), image_embeds)
 
     @property
     def device(self) -> torch.device:
@@ -77,7 +89,10 @@ class Batch:
     def part(
         self, firsts: Sequence[int], stops: Sequence[int]
     ) -> tuple["Batch", Int[Tensor, " rows"]]:
-        """The tokens whose positions lie in each request's range, and their rows here."""
+        """The tokens whose positions lie in each request's range, and their rows here.
+
+        Image embeddings stay behind: they are needed once, before the first layer.
+        """
         starts = [
             min(max(f, s), e) for f, s, e in zip(firsts, self.starts, self.stops, strict=True)
         ]
@@ -108,7 +123,3 @@ class Batch:
         values = torch.tensor(per_request, dtype=torch.int64)
         counts = torch.tensor(self.counts, dtype=torch.int64)
         return values.repeat_interleave(counts).to(self.device)
-
-
-def _lengths(documents: Sequence[Sequence[int]]) -> list[int]:
-    return [len(document) for document in documents]

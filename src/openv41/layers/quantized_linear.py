@@ -103,22 +103,26 @@ class QuantizedTable(QuantizedWeight):
 
 
 class Linear(nn.Module):
-    """y = W x without bias, never quantised."""
+    """y = W x, plus a bias if it has one; never quantised."""
 
     def __init__(
         self,
         in_features: int,
         out_features: int,
         numerics: NumericsConfig,
+        *,
+        bias: bool = False,
         **made: Unpack[Factory],
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features, **made))
+        self.bias = nn.Parameter(torch.empty(out_features, **made)) if bias else None
         self.numerics = numerics
 
     def forward(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
         """Multiply in the dtype of ``x``."""
-        return ops.linear(x, self.weight, deterministic=self.numerics.deterministic)
+        deterministic = self.numerics.deterministic
+        return ops.linear(x, self.weight, self.bias, deterministic=deterministic)
 
 
 class RMSNorm(nn.Module):

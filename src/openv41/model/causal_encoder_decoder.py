@@ -1,4 +1,4 @@
-"""The backbone: a causal encoder-decoder over packed tokens. Report §2.1, §2.2.
+"""The model: a causal encoder-decoder over packed tokens of text and images. Report §2.1, §2.2.
 
 The lower half encodes; the decoder's first Full layer turns its output into the one main KV that
 all decoder layers share (Eq. (1) in its general form: any set of kv sources). Training, prefill,
@@ -26,6 +26,7 @@ from openv41.layers.probe import Probe
 from openv41.layers.quantized_linear import RMSNorm
 from openv41.layers.single_pass_mhc import SinglePassMHC
 from openv41.layers.store import KVStore, Slot
+from openv41.model.image_tower import ImageTower
 from openv41.model.prefill import LayerRows
 from openv41.plan import LayerPlan, plan_layers
 
@@ -114,7 +115,10 @@ class Embedding(nn.Module):
 
 
 class CausalEncoderDecoder(nn.Module):
-    """The text model. Parameters are uninitialised: see model/init.py and io/checkpoint.py."""
+    """The whole model but its drafter; ``vision`` is None where it sees no images.
+
+    Parameters are uninitialised: see model/init.py and io/checkpoint.py.
+    """
 
     token_map: Tensor | None
 
@@ -127,6 +131,9 @@ class CausalEncoderDecoder(nn.Module):
         super().__init__()
         self.config = config
         self.numerics = numerics
+        self.vision: ImageTower | None = None
+        if config.vision is not None:
+            self.vision = ImageTower(config.vision, config.hidden_size, numerics, **made)
         self.embed = Embedding(config.vocab_size, config.hidden_size, **made)
         self.layers = nn.ModuleList(
             Layer(config, plan, numerics, **made) for plan in plan_layers(config)
@@ -158,8 +165,8 @@ class CausalEncoderDecoder(nn.Module):
     ) -> Output:
         """Run every layer on every token of the batch, or each layer on its ``rows``.
 
-        Raises InputError for token ids outside the vocabulary and for positions beyond a request's
-        stored length.
+        Raises InputError for token ids outside the vocabulary, for image tokens without embeddings
+        and for positions beyond a request's stored length.
         """
         ctx = self.context(batch, store, probe)
         for engram in self.engrams():
@@ -201,10 +208,11 @@ class CausalEncoderDecoder(nn.Module):
                 f"{config.vocab_size}"
             )
         self._check_starts(batch, store)
+        is_image = ids == config.image_token_id
+        self._check_images(batch, int(is_image.sum()))
         deterministic = self.numerics.deterministic
         ctx = ForwardContext(batch, config.attention, store, probe, deterministic=deterministic)
-        is_image = ids == config.image_token_id
-        if bool(is_image.any()):
+        if batch.image_embeds is not None:
             ctx.is_image = is_image
         self._look_back(ctx, is_image)
         return ctx
@@ -213,13 +221,34 @@ class CausalEncoderDecoder(nn.Module):
         self, batch: Batch, ctx: ForwardContext
     ) -> tuple[Float[Tensor, "T N D"], Float[Tensor, "T N"]]:
         """Copy the embedding into every stream; the first sub-layer reads stream 0."""
-        embedded = ctx.observe("embed", nn.functional.embedding(batch.token_ids, self.embed.weight))
+        embedded = ctx.observe("embed", self._embed(batch, ctx))
         num = self.config.mhc.num_streams
         first = torch.zeros(num, device=embedded.device, dtype=torch.float32)
         first[0] = 1
         wide = torch.promote_types(embedded.dtype, torch.float32)
         x = embedded[:, None].expand(-1, num, -1)
         return x, first.to(wide).expand(len(embedded), -1)
+
+    def _embed(self, batch: Batch, ctx: ForwardContext) -> Float[Tensor, "T D"]:
+        """Embed text by its ids; image positions take the batch's rows."""
+        embedded = nn.functional.embedding(batch.token_ids, self.embed.weight)
+        if ctx.is_image is None or batch.image_embeds is None:
+            return embedded
+        rows = ctx.is_image.nonzero()[:, 0]
+        return embedded.index_put((rows,), batch.image_embeds.to(embedded.dtype))
+
+    def _check_images(self, batch: Batch, wanted: int) -> None:
+        embeds, width = batch.image_embeds, self.config.hidden_size
+        given = 0 if embeds is None else len(embeds)
+        if wanted != given:
+            raise InputError(
+                f"batch: {wanted} image tokens (id {self.config.image_token_id}) and {given} rows "
+                "of image_embeds; give one row per image token"
+            )
+        if embeds is not None and embeds.shape[1] != width:
+            raise InputError(
+                f"batch: image_embeds are {embeds.shape[1]} wide, the model's hidden size is {width}"
+            )
 
     def _check_starts(self, batch: Batch, store: KVStore | None) -> None:
         for request, start, stop in zip(batch.requests, batch.starts, batch.stops, strict=True):

@@ -18,6 +18,7 @@ from openv41.plan import LayerPlan, plan_layers
 
 # The first fragment that a parameter's name contains decides where it counts.
 COMPONENTS = {
+    "vision.": "vision",
     "embed.": "embedding",
     "head.": "head",
     ".engram.table": "engram tables",
@@ -153,7 +154,7 @@ def _active_shapes(
     cut, active = find_cut(model.config)[0], {}
     for name, shape in parameter_shapes(model).items():
         component = component_of(name)
-        skipped = component in ("embedding", "engram tables")
+        skipped = component in ("embedding", "engram tables", "vision")
         if not skipped and (not prefill or _runs_in_prefill(name, cut)):
             is_stack = component == "routed experts"
             active[name] = (model.config.moe.top_k, *shape[1:]) if is_stack else shape

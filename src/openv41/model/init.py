@@ -9,6 +9,7 @@ from openv41.layers.experts import Gate
 from openv41.layers.quantized_linear import Linear, QuantizedWeight, RMSNorm
 from openv41.layers.single_pass_mhc import SinglePassMHC
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder, Embedding
+from openv41.model.image_tower import ImageTower
 
 STD = 0.02
 
@@ -27,6 +28,8 @@ def _init_module(module: nn.Module, generator: torch.Generator) -> None:
         case Linear() | QuantizedWeight() | Embedding():
             assert module.weight is not None, "stored codes cannot be initialised"
             module.weight.normal_(0, STD, generator=generator)
+            if isinstance(module, Linear) and module.bias is not None:
+                module.bias.zero_()
         case RMSNorm():
             module.weight.fill_(1)
         case SinglePassMHC():
@@ -39,6 +42,9 @@ def _init_module(module: nn.Module, generator: torch.Generator) -> None:
             module.bias_vl.zero_()
         case CSA2Attention():
             module.sink.zero_()
+        case ImageTower():
+            for mark in (module.start, module.newline, module.end):
+                mark.normal_(0, STD, generator=generator)
         case Engram():
             module.q_weight.fill_(1)
             module.k_weight.fill_(1)

@@ -10,6 +10,7 @@ from openv41.ops.experts import (
     router_scores,
     sort_by_expert,
 )
+from openv41.ops.image_attention import image_attention, rope_angles_2d, rotate_halves
 from openv41.ops.indexer import (
     block_scores,
     choose_candidates,
@@ -22,6 +23,7 @@ from openv41.ops.indexer import (
 from openv41.ops.linear import linear, quantized_linear
 from openv41.ops.mhc import mix_streams, predict_mix, update_streams
 from openv41.ops.norm import rms_norm
+from openv41.ops.pixel_unshuffle import pixel_unshuffle
 from openv41.ops.rope import inverse_table, rope_frequencies, rope_table, rotate, yarn_frequencies
 from openv41.ops.sinkhorn import doubly_stochastic
 from openv41.ops.sparse_attention import Keys, plan_keys, sparse_attention
@@ -40,6 +42,7 @@ __all__ = [
     "engram_gate",
     "expert_weights",
     "hash_ngrams",
+    "image_attention",
     "index_scores",
     "inverse_table",
     "kernels",
@@ -47,15 +50,18 @@ __all__ = [
     "mask_pool",
     "merge_pools",
     "mix_streams",
+    "pixel_unshuffle",
     "plan_keys",
     "pool_group",
     "pool_mask",
     "predict_mix",
     "quantized_linear",
     "rms_norm",
+    "rope_angles_2d",
     "rope_frequencies",
     "rope_table",
     "rotate",
+    "rotate_halves",
     "router_scores",
     "select_top_k",
     "sort_by_expert",

@@ -14,17 +14,21 @@ from openv41.ops.quantize import dequantize_fp8, fake_fp8, quantize_fp8
 
 @op
 def linear(
-    x: Float[Tensor, "... D"], weight: Float[Tensor, "F D"], *, deterministic: bool = False
+    x: Float[Tensor, "... D"],
+    weight: Float[Tensor, "F D"],
+    bias: Float[Tensor, " F"] | None = None,
+    *,
+    deterministic: bool = False,
 ) -> Float[Tensor, "... F"]:
-    """Multiply in the dtype of ``x``: x @ weight^T.
+    """Multiply in the dtype of ``x``: x @ weight^T + bias.
 
     Stock matrix products change their summation with the number of rows. ``deterministic`` runs on
     tiles of one shape, so that a row's result depends on that row alone.
     """
     if not deterministic:
-        return F.linear(x, cast(weight, x.dtype))
-    out = fixed_product(x.flatten(0, -2), weight.to(x.dtype))
-    return out.view(*x.shape[:-1], len(weight))
+        return F.linear(x, cast(weight, x.dtype), None if bias is None else cast(bias, x.dtype))
+    out = fixed_product(x.flatten(0, -2), weight.to(x.dtype)).view(*x.shape[:-1], len(weight))
+    return out if bias is None else out + bias.to(x.dtype)
 
 
 @op

@@ -51,6 +51,24 @@ PARAMETER_GROUPS: dict[str, Group] = {
     "layers.*.moe.shared.w1.weight": "matrix",
     "layers.*.moe.shared.w3.weight": "matrix",
     "layers.*.moe.shared.w2.weight": "matrix",
+    "vision.encoder.patch_embed.weight": "matrix",
+    "vision.encoder.patch_embed.bias": "vector",
+    "vision.encoder.blocks.*.norm1.weight": "vector",
+    "vision.encoder.blocks.*.attn.wqkv.weight": "matrix",
+    "vision.encoder.blocks.*.attn.wqkv.bias": "vector",
+    "vision.encoder.blocks.*.attn.wo.weight": "matrix",
+    "vision.encoder.blocks.*.attn.wo.bias": "vector",
+    "vision.encoder.blocks.*.norm2.weight": "vector",
+    "vision.encoder.blocks.*.mlp.w1.weight": "matrix",
+    "vision.encoder.blocks.*.mlp.w2.weight": "matrix",
+    "vision.encoder.norm.weight": "vector",
+    "vision.projector.w1.weight": "matrix",
+    "vision.projector.w1.bias": "vector",
+    "vision.projector.w2.weight": "matrix",
+    "vision.projector.w2.bias": "vector",
+    "vision.start": "vector",
+    "vision.newline": "vector",
+    "vision.end": "vector",
     "layers.*.engram.table.weight": "engram table",
     "layers.*.engram.wkv.weight": "matrix",
     "layers.*.engram.q_weight": "vector",
@@ -61,7 +79,7 @@ WITHOUT_OPTIMIZER: tuple[Group, ...] = ("balanced", "frozen")
 
 def group_of(name: str) -> Group:
     """Group of a parameter; a parameter that is not in the table is a bug."""
-    pattern = re.sub(r"^layers\.\d+\.", "layers.*.", name)
+    pattern = re.sub(r"\b(layers|blocks)\.\d+\.", r"\1.*.", name)
     assert pattern in PARAMETER_GROUPS, f"{name} is in no row of PARAMETER_GROUPS"
     return PARAMETER_GROUPS[pattern]
 
