@@ -82,7 +82,7 @@ def padded_size(width: int, height: int, vision: VisionConfig) -> tuple[int, int
     best_height = math.ceil(h / patch) * patch
     grid = ImageGrid(best_height // patch, best_width // patch, vision.downsample_ratio)
     if grid.span_length > vision.max_image_tokens:
-        best_width, best_height = _shrunk(w, h, vision)
+        best_width, best_height = _shrunk(float(w), float(h), vision)
         grid = ImageGrid(best_height // patch, best_width // patch, vision.downsample_ratio)
     assert min(grid.rows, grid.cols) > 0, f"{width} x {height} pixels give {grid}"
     assert grid.span_length <= vision.max_image_tokens, f"{width} x {height} pixels give {grid}"

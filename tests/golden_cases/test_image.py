@@ -59,12 +59,33 @@ def test_cache_rounding_keeps_logits_near(golden):
     assert agree > 0.98
 
 
-def test_the_released_encoder_is_met_bit_for_bit(golden):
-    """The second image; in the first, sums of another order on this CPU may round otherwise."""
+def product_of_pairs(x, weight, bias=None, *, deterministic=False):
+    """The bfloat16 instruction of recent CPUs: two products at a time, float32 between them."""
+    total = torch.zeros(len(x), len(weight))
+    for columns in range(0, x.shape[1], 2):
+        pair = (t[:, columns : columns + 2].double() for t in (x, weight))
+        total = total + torch.mm(next(pair), next(pair).T).float()
+    return (total if bias is None else total + bias.float()).to(x.dtype)
+
+
+def test_the_released_encoder_is_met_bit_for_bit(golden, monkeypatch):
+    """With the sums of a CPU like that of the golden data; one other rounding moves all patches."""
+    monkeypatch.setattr("openv41.layers.quantized_linear.ops.linear", product_of_pairs)
+    model, images = golden.model("released"), golden.inputs.images
+    want, first = golden.want("image", "released"), 0
+    for number, (rows, cols) in enumerate(images.sizes):
+        grid = ImageGrid(rows, cols, golden.config.vision.downsample_ratio)
+        with torch.no_grad():
+            encoded = model.vision.encoder(images.patches[first : first + rows * cols], [grid])
+            cells = model.vision.projector(encoded, [grid])
+        assert torch.equal(encoded, want[f"image{number}.vision_out"])
+        assert torch.equal(cells, want[f"image{number}.aligner_out"])
+        first += rows * cols
+
+
+def test_the_released_encoder_is_near_on_any_cpu(golden):
     got, want = golden.trace("image", "released"), golden.want("image", "released")
-    for name in ("image1.vision_out", "image1.aligner_out"):
-        assert torch.equal(got[name], want[name]), name
-    for name in ("image0.vision_out", "image0.aligner_out"):
+    for name in (n for n in want if leaf(n) in ("vision_out", "aligner_out")):
         error = (got[name] - want[name]).float().abs()
         assert error.mean() < 0.01 * want[name].float().std(), name
 
