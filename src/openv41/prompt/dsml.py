@@ -59,8 +59,6 @@ def to_parameters(arguments: str | Mapping[str, Any], where: str) -> tuple[Param
         return (Parameter(ARGUMENTS, arguments, True),)
     out = []
     for name, item in value.items():
-        if not isinstance(name, str):
-            raise PromptError(f"{where} has the key {name!a}, must be a string")
         is_text = isinstance(item, str)
         text = item if isinstance(item, str) else dump_json(item, f"{where}[{name!a}]")
         out.append(Parameter(name, text, is_text))

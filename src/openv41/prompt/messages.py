@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
 from openv41.errors import PromptError
 from openv41.prompt.dsml import (
@@ -14,8 +14,7 @@ from openv41.prompt.dsml import (
 )
 from openv41.prompt.tokens import TASKS, check_unicode
 
-Role = Literal["system", "user", "assistant", "tool", "latest_reminder"]
-ROLES: tuple[str, ...] = get_args(Role)
+ROLES = ("system", "user", "assistant", "tool", "latest_reminder")
 EFFORTS = {"low": 50, "high": 75, "max": 100}
 CHOICES = ("auto", "none", "required")
 JsonObject = Mapping[str, Any]
@@ -47,9 +46,7 @@ class ToolCall:
     parameters: tuple[Parameter, ...] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.arguments, str | Mapping):
-            raise PromptError(f"arguments are {self.arguments!a}, must be JSON text or an object")
-        if not isinstance(self.name, str) or not self.name or "::" in self.namespace:
+        if not self.name or "::" in self.namespace:
             raise PromptError(
                 f"tool call {self.name!a} in namespace {self.namespace!a}: it needs a name, "
                 "and a namespace without '::'"
@@ -77,7 +74,7 @@ class Message:
     """One message; text in it is always plain text, whatever special tokens it spells.
 
     Args:
-        role: Who speaks.
+        role: Who speaks: system, user, assistant, tool (a result) or latest_reminder.
         content: Text, or texts and images in order, which a blank line separates.
         reasoning: Thoughts before an assistant's content.
         tool_calls: What an assistant calls.
@@ -89,7 +86,7 @@ class Message:
             reasoning without content stays open.
     """
 
-    role: Role
+    role: str
     content: str | Sequence[Part] = ""
     _: KW_ONLY
     reasoning: str = ""
@@ -218,7 +215,7 @@ class Conversation:
         return tuple(tool for tool in self.tools if not chosen or tool_name(tool) == chosen)
 
 
-def effort_number(effort: int | str) -> int:
+def effort_number(effort: object) -> int:
     """Reasoning effort as a number from 1 to 100."""
     number = EFFORTS.get(effort) if isinstance(effort, str) else effort
     if type(number) is not int or not 1 <= number <= 100:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from openv41.prompt.messages import Image
 from openv41.prompt.tokens import IMAGE, Piece
@@ -10,6 +10,7 @@ from openv41.prompt.tokens import IMAGE, Piece
 Section = Literal["reasoning", "content", "calls"]
 
 
+@runtime_checkable
 class PromptTokenizer(Protocol):
     """What a tokenizer must do to turn a prompt into token ids."""
 

@@ -1,96 +1,98 @@
 """Conversations from chat requests in the form of OpenAI's API."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from openv41.errors import PromptError
-from openv41.prompt.messages import Conversation, Image, Message, Part, ToolCall
+from openv41.prompt.messages import Conversation, Image, Message, Part, ToolCall, effort_number
 
-_SAME_NAME = ("tool_call_id", "tools", "task", "wo_eos", "prefix")
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "text": str,
+    "true or false": bool,
+    "a list": (list, tuple),
+    "an object": Mapping,
+    "text or an object": (str, Mapping),
+    "text or a list": (str, list, tuple),
+}
+_SETTINGS = {  # field of a request: setting of a conversation, kind
+    "tools": ("tools", "a list"),
+    "tool_choice": ("tool_choice", "text or an object"),
+    "response_format": ("response_format", "an object"),
+    "drop_thinking": ("drop_thinking", "true or false"),
+    "add_generation_prompt": ("generation_prompt", "true or false"),
+}
+_FIELDS = {  # field of a message in a request: field of a message, kind
+    "reasoning_content": ("reasoning", "text"),
+    "tool_call_id": ("tool_call_id", "text"),
+    "tools": ("tools", "a list"),
+    "task": ("task", "text"),
+    "wo_eos": ("wo_eos", "true or false"),
+    "prefix": ("prefix", "true or false"),
+}
 
 
 def from_request(request: Mapping[str, Any]) -> Conversation:
     """Read a conversation from the fields of a chat request; other fields are left alone.
 
-    ``messages`` may hold ``reasoning_content``, ``tools``, ``task``, ``wo_eos`` and ``prefix``.
-    ``thinking: {"type": "disabled"}`` and ``reasoning_effort: "none"`` are chat mode.
+    Messages may hold ``reasoning_content``, ``tools``, ``task``, ``wo_eos`` and ``prefix``.
+    ``thinking: {"type": "disabled"}`` and ``reasoning_effort: "none"`` are chat mode;
     ``continue_final_message`` makes the last message a prefix.
     """
-    entries = request.get("messages")
-    if not isinstance(entries, Sequence) or isinstance(entries, str):
-        raise PromptError(f"messages is {entries!a}, must be a list")
+    entries = _get(request, "messages", "a list") or ()
     messages = [_placed(place, entry) for place, entry in enumerate(entries)]
-    if request.get("continue_final_message") and messages:
+    if _get(request, "continue_final_message", "true or false") and messages:
         if messages[-1].role != "assistant":
             raise PromptError(
-                f"the last message is of the {messages[-1].role}, only one of the assistant can be "
-                "continued"
+                f"the last message is of role {messages[-1].role}, only one of the assistant can "
+                "be continued"
             )
         messages[-1] = replace(messages[-1], prefix=True)
-    mode = request.get("thinking") or {}
-    if not isinstance(mode, Mapping) or mode.get("type", "enabled") not in ("enabled", "disabled"):
-        raise PromptError(f"thinking is {mode!a}, must have type enabled or disabled")
+    settings = _read(request, _SETTINGS)
+    mode = (_get(request, "thinking", "an object") or {}).get("type", "enabled")
+    if mode not in ("enabled", "disabled"):
+        raise PromptError(f"thinking.type is {mode!a}, must be enabled or disabled")
     effort = request.get("reasoning_effort")
-    settings: dict[str, Any] = {
-        "thinking": mode.get("type", "enabled") == "enabled" and effort != "none",
-        "effort": None if effort == "none" else effort,
-        "tools": request.get("tools"),
-        "tool_choice": request.get("tool_choice"),
-        "response_format": request.get("response_format"),
-        "drop_thinking": request.get("drop_thinking"),
-        "generation_prompt": request.get("add_generation_prompt"),
-    }
-    return Conversation(messages, **{k: v for k, v in settings.items() if v is not None})
+    if effort is not None and effort != "none":
+        settings["effort"] = effort_number(effort)
+    return Conversation(messages, thinking=mode == "enabled" and effort != "none", **settings)
 
 
 def _placed(place: int, entry: object) -> Message:
     try:
         if not isinstance(entry, Mapping):
             raise PromptError(f"is {entry!a}, must be an object")
-        return message_from(entry)
+        return _message(entry)
     except PromptError as error:
         raise PromptError(f"messages[{place}]: {error}") from None
 
 
-def message_from(entry: Mapping[str, Any]) -> Message:
-    """Read one message."""
-    fields = {name: entry[name] for name in _SAME_NAME if entry.get(name) is not None}
-    calls = entry.get("tool_calls") or ()
-    if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise PromptError(f"tool_calls is {calls!a}, must be a list")
-    return Message(
-        entry.get("role"),  # type: ignore[arg-type]  # checked by the message
-        _content(entry.get("content")),
-        reasoning=entry.get("reasoning_content") or "",
-        tool_calls=tuple(_call(call) for call in calls),
-        **fields,
-    )
+def _message(entry: Mapping[str, Any]) -> Message:
+    fields = _read(entry, _FIELDS)
+    calls = tuple(_call(call) for call in _get(entry, "tool_calls", "a list") or ())
+    role = _get(entry, "role", "text") or ""
+    return Message(role, _content(entry), tool_calls=calls, **fields)
 
 
 def _call(call: object) -> ToolCall:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
-        raise PromptError(f"tool call is {call!a}, must have a function")
+    if not isinstance(call, Mapping):
+        raise PromptError(f"tool call is {call!a}, must be an object")
+    function = _get(call, "function", "an object") or {}
+    arguments = _get(function, "arguments", "text or an object")
     return ToolCall(
-        function.get("name"),  # type: ignore[arg-type]  # checked by the call
-        function.get("arguments", "{}"),
-        id=call.get("id") or "",
-        namespace=call.get("namespace") or function.get("namespace") or "",
+        _get(function, "name", "text") or "",
+        "{}" if arguments is None else arguments,
+        id=_get(call, "id", "text") or "",
+        namespace=_get(call, "namespace", "text") or _get(function, "namespace", "text") or "",
     )
 
 
-def _content(content: object) -> str | tuple[Part, ...]:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence):
-        raise PromptError(f"content is {content!a}, must be text or a list of blocks")
-    return tuple(_blocks(content))
+def _content(entry: Mapping[str, Any]) -> str | tuple[Part, ...]:
+    content = _get(entry, "content", "text or a list") or ""
+    return content if isinstance(content, str) else tuple(_parts(content))
 
 
-def _blocks(blocks: Iterable[object]) -> Iterable[Part]:
+def _parts(blocks: Sequence[object]) -> Iterator[Part]:
     for block in blocks:
         kind = block.get("type") if isinstance(block, Mapping) else None
         inner = block.get(kind) if isinstance(block, Mapping) and isinstance(kind, str) else None
@@ -101,6 +103,16 @@ def _blocks(blocks: Iterable[object]) -> Iterable[Part]:
         elif kind in ("image", "image_url") and inner is not None:
             yield Image(inner)
         else:
-            raise PromptError(
-                f"content block is {block!a}, must be a text, an image or an image_url"
-            )
+            raise PromptError(f"content block is {block!a}, must be text, image or image_url")
+
+
+def _read(source: Mapping[str, Any], table: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+    found = {ours: _get(source, name, kind) for name, (ours, kind) in table.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _get(source: Mapping[str, Any], name: str, kind: str) -> Any:  # noqa: ANN401  (JSON)
+    value = source.get(name)
+    if value is not None and not isinstance(value, _KINDS[kind]):
+        raise PromptError(f"{name} is {value!a}, must be {kind}")
+    return value
