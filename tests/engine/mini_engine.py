@@ -4,17 +4,20 @@ from dataclasses import replace
 
 import torch
 
-from openv41.config import NUMERICS
+from openv41.config import NUMERICS, VisionConfig
 from openv41.engine.engine import Engine, EngineConfig
 from openv41.engine.paged_store import CacheConfig
 from openv41.engine.request import Request
 from openv41.engine.sampler import SamplingConfig
 from openv41.engine.scheduler import ScheduleConfig
+from openv41.image_grid import ImageGrid
+from openv41.io.image_processor import ProcessedImage
 from openv41.io.tokenizer import TextTokenizer
 from openv41.layers.batch import Batch
 from openv41.model.cache import DenseStore
+from openv41.model.image_tower import ImageTower
 from openv41.model.prefill import PrefillMode
-from tests.layers.mini import VOCAB, mini_model
+from tests.layers.mini import IMAGE_TOKEN, VOCAB, mini_model
 
 GREEDY = SamplingConfig(temperature=0.0)
 WINDOW = 4
@@ -79,10 +82,14 @@ def greedy(prompt, max_tokens=5, **options):
 
 
 @torch.no_grad()
-def plain_logits(model, prompt, tokens):
+def plain_logits(model, prompt, tokens, images=()):
     """Logits before each of the drawn tokens, by one forward over everything."""
     ids = [*prompt, *tokens[:-1]]
-    hidden = model(Batch.from_documents([ids], model.norm.weight.device)).hidden
+    embeds = [model.vision(image.patches(), [image.grid]) for image in images]
+    batch = Batch.from_documents(
+        [ids], model.norm.weight.device, image_embeds=torch.cat(embeds) if embeds else None
+    )
+    hidden = model(batch).hidden
     return model.logits(hidden[len(prompt) - 1 :])
 
 
@@ -92,3 +99,30 @@ def stored_rows(model, ids):
     store = DenseStore(model.config.compress_ratios)
     model(Batch(torch.tensor(ids), (0,), (0,), (len(ids),)), store)
     return store
+
+
+def see(model, seed=1):
+    """Give a model a small vision encoder."""
+    vision = VisionConfig(
+        num_layers=1, hidden_size=8, num_heads=2, intermediate_size=8, patch_size=2, min_pixels=1
+    )
+    model.config = replace(model.config, vision=vision)
+    weight = model.norm.weight
+    model.vision = ImageTower(vision, model.config.hidden_size, model.numerics, dtype=weight.dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.vision.parameters():
+            parameter.normal_(0, 0.5, generator=generator)
+    return model
+
+
+def picture(seed, rows=3, cols=6):
+    """A random image of this many patches."""
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (rows * cols, 3, 2, 2), generator=generator, dtype=torch.uint8)
+    return ProcessedImage(pixels, ImageGrid(rows, cols, 3))
+
+
+def span(image):
+    """The tokens of an image."""
+    return [IMAGE_TOKEN] * image.grid.span_length
