@@ -35,7 +35,7 @@ ONE = block(call("f", parameter("a", "x", True)))
 ANSWERS = {
     "content": (f"Hello\n\n<b>\n{EOS}", "content"),
     "empty": (EOS, "content"),
-    "reasoning": (f"\nhm < </thin\n\n</think>\n\nSo\n\n\n{EOS}", "reasoning"),
+    "reasoning": (f"\nhm < </th\n\n</think>\n\nSo\n\n\n{EOS}", "reasoning"),
     "calls": (f"hm</think>Let me see.\n\n{WEATHER}{EOS}", "reasoning"),
     "calls after line breaks": (f"</think>a\n\n\n\n{WEATHER}{EOS}", "reasoning"),
     "calls alone": (f"\n\n{WEATHER}{EOS}", "content"),
@@ -244,9 +244,9 @@ def test_events_in_order():
 
 def test_text_is_told_at_once_unless_it_may_begin_markup():
     parser = StreamParser("content")
-    told = [parser.feed(text) for text in ("Hel", "lo ", "<", "b>", "\n", "\n", "\n", "x", "\n\n<")]
+    told = [parser.feed(text) for text in ("Wo", "rd ", "<", "b>", "\n", "\n", "\n", "x", "\n\n<")]
     texts = ["".join(event.text for event in events) for events in told]
-    assert texts == ["Hel", "lo ", "", "<b>", "", "", "\n", "\n\nx", ""]
+    assert texts == ["Wo", "rd ", "", "<b>", "", "", "\n", "\n\nx", ""]
     assert parser.finish() == [TextDelta("\n\n<"), End("stop", complete=True)]
     assert parser.finish() == []
     assert parser.feed("more") == []
@@ -282,9 +282,9 @@ def test_spelled_markers_in_ordinary_tokens_are_text():
 
 
 def test_a_spelled_marker_across_known_and_unknown_text_is_text():
-    assert joined(read(["</thi", ("nk>", False)], "reasoning"))[0].reasoning == "</think>"
-    assert joined(read(["</thi", ("</think>", True), "a"], "reasoning"))[0] == Message(
-        "assistant", "a", reasoning="</thi"
+    assert joined(read(["</t", ("hink>", False)], "reasoning"))[0].reasoning == "</think>"
+    assert joined(read(["</t", ("</think>", True), "a"], "reasoning"))[0] == Message(
+        "assistant", "a", reasoning="</t"
     )
 
 
