@@ -10,6 +10,7 @@ from enum import IntEnum
 
 from openv41.config import VisionConfig
 
+TEXT = -1  # in lists of token types, a position outside every span
 DELIMITERS = 2  # one token before an image's first cell, one behind its last newline
 
 

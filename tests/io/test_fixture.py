@@ -65,6 +65,25 @@ def test_text_trace_agrees_with_the_float64_outputs(made):
 
 
 @pytest.mark.slow
+def test_image_trace_agrees_with_the_float64_outputs(made):
+    folder, _ = made
+    inputs = Inputs.read(folder / "inputs.safetensors")
+    model = load_model(folder / "checkpoint", dtype=torch.float32)
+    want = read_tensors(folder / "image_f64.safetensors")
+    result = compare_tensors(want, run_case(model, inputs, "image", "f32"), bounds="f32")
+    assert result.is_equal, result.first
+    found = read_tensors(folder / "inputs.safetensors")
+    assert want["logits"].shape == (len(found["image_ids"]), model.config.vocab_size)
+    types = found["image_token_types"]
+    assert torch.equal(found["image_ids"] == model.config.image_token_id, types >= 0)
+    assert (types == 0).nonzero().flatten().tolist() == found["image_starts"].tolist()
+    gate = want["layers.1.engram_gate"]
+    assert torch.equal((gate == 0).all(dim=1), types >= 0)
+    assert want["image0.vision_out"].std() > 0.5
+    assert "`image_f64`" in (folder / "README.md").read_text()
+
+
+@pytest.mark.slow
 def test_prompts_and_decode_equal_rows_of_the_prefill(made):
     folder, _ = made
     logits = read_tensors(folder / "prefill_f64.safetensors")["logits"]
@@ -102,6 +121,14 @@ def test_another_seed_gives_other_weights_and_tokens(tmp_path):
     assert not torch.equal(a.embed.weight, b.embed.weight)
     ids = [read_tensors(tmp_path / name / "inputs.safetensors")["text_ids"] for name in "ab"]
     assert not torch.equal(*ids)
+
+
+def test_a_model_without_eyes_has_no_image_case(tmp_path):
+    small = {"vocab_size": 64, "hidden_size": 32, "num_experts": 2, "length": 64}
+    make_fixture(tmp_path / "x", FixtureOptions(preset="tiny", outputs=False, **small))
+    inputs = read_tensors(tmp_path / "x" / "inputs.safetensors")
+    config = read_config(tmp_path / "x" / "checkpoint")
+    assert ("image_ids" in inputs) == (config.vision is not None)
 
 
 @pytest.mark.parametrize(("quantised", "variant"), [(True, "released"), (False, "bfloat16")])

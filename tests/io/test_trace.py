@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from openv41.errors import InputError
+from openv41.image_grid import ImageGrid
 from openv41.io.checkpoint import load_model
 from openv41.io.fixture import FixtureOptions, make_fixture
 from openv41.io.tensor_files import read_tensors, write_tensors
@@ -133,7 +134,7 @@ def test_feed_of_another_model(released, inputs, tmp_path, problem, change):
 )
 def test_cases_that_cannot_run(released, inputs, case, message):
     with pytest.raises(InputError, match=message):
-        run_case(released[0], inputs, case, "released")
+        run_case(released[0], replace(inputs, images=None), case, "released")
 
 
 def test_only_a_prefill_can_be_fed(released, inputs):
@@ -187,3 +188,31 @@ def test_a_file_that_is_no_safetensors_is_named(tmp_path):
         Inputs.read(tmp_path / "x")
     with pytest.raises(InputError, match="absent: not a readable safetensors file"):
         Inputs.read(tmp_path / "absent")
+
+
+def test_an_image_trace_is_the_model_itself(released, inputs):
+    model, images = released[0], inputs.images
+    trace = run_case(model, inputs, "image", "released")
+    grids = [ImageGrid(*size, model.config.vision.downsample_ratio) for size in images.sizes]
+    with torch.no_grad():
+        parts = images.patches.split([grid.num_patches for grid in grids])
+        spans = [model.vision(own, [grid]) for own, grid in zip(parts, grids, strict=True)]
+        output = model(Batch.packed(images.ids, [len(images.ids)], torch.cat(spans)))
+    assert torch.equal(trace["logits"], model.logits(output.hidden))
+    inside = images.ids == model.config.image_token_id
+    assert torch.equal(trace["embed"][inside], torch.cat(spans))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"image0.patches": None}, r"found 0 images of \[\] patches"),
+        ({"image_grids_vit": None}, r"image_grids_vit with rows x columns of each; found 2 images"),
+        ({"image_grids_vit": torch.ones(2, 2, dtype=torch.int32)}, r"grids \[\[1, 1\], \[1, 1\]\]"),
+    ],
+)
+def test_images_that_do_not_fit_their_grids(folder, tmp_path, change, message):
+    found = read_tensors(folder / "inputs.safetensors") | change
+    write_tensors(tmp_path / "in", {n: t for n, t in found.items() if t is not None}, {})
+    with pytest.raises(InputError, match=message):
+        Inputs.read(tmp_path / "in")

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.model.init import init_weights
 from openv41.model.prefill import PrefillMode, find_cut, layer_rows, prompt_rows
 from tests.close import assert_close
-from tests.layers.mini import IMAGE_TOKEN, mini_config, random_ids, token_map
+from tests.layers.mini import IMAGE_TOKEN, mini_config, random_ids, run_oracle, token_map
 from tests.model.image_mini import (
     GRIDS,
     STARTS,
@@ -25,6 +26,7 @@ from tests.model.image_mini import (
     patches,
     seeing_model,
 )
+from tests.oracles import vision as vision_oracle
 
 EXACT = NumericsConfig(deterministic=True)
 
@@ -102,6 +104,33 @@ def test_rows_are_put_in_place():
     inside = batch.token_ids == IMAGE_TOKEN
     assert torch.equal(embed[inside], batch.image_embeds)
     assert torch.equal(embed[~inside], model.embed.weight[batch.token_ids[~inside]])
+
+
+def test_the_whole_model_against_loops():
+    """Encoder, projector, delimiters and backbone, from patches to logits."""
+    model, ids = seeing_model(19), image_ids()
+    weights = {n: w.detach().numpy() for n, w in model.vision.named_parameters()}
+    embed, first = model.embed.weight.detach().numpy()[ids], 0
+    for grid, start in zip(GRIDS, STARTS, strict=True):
+        own = patches()[first : first + grid.num_patches].numpy()
+        first += grid.num_patches
+        features = vision_oracle.encode(
+            own, grid.rows, grid.cols, under("encoder.", weights), layers=2, heads=2, theta=50.0
+        )
+        project = under("projector.", weights)
+        cells = vision_oracle.project(features, grid.rows, grid.cols, project, ratio=2)
+        rows = np.split(cells, grid.cell_rows)
+        span = [weights["start"], *(r for row in rows for r in (*row, weights["newline"]))]
+        embed[start : start + grid.span_length] = [*span, weights["end"]]
+    is_image = np.array(ids) == IMAGE_TOKEN
+    want = run_oracle(model, ids, embed=embed, is_image=is_image)
+    got = run(model, image_batch(model))
+    for name in ("logits", "layers.4.after_engram", "layers.4.engram_gate", "layers.8.out"):
+        assert_close(name, got[name], torch.from_numpy(want[name]), atol=1e-4)
+
+
+def under(head, weights):
+    return {n.removeprefix(head): w for n, w in weights.items() if n.startswith(head)}
 
 
 def test_documents_with_images_equal_each_alone():

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,11 +29,13 @@ from openv41.config import (
     YarnConfig,
 )
 from openv41.errors import InputError
+from openv41.image_grid import TEXT, grid_of
 from openv41.io.atomic import atomic_folder
 from openv41.io.checkpoint import load_model
 from openv41.io.checkpoint_writer import write_checkpoint
 from openv41.io.engram_map import compress_vocabulary
 from openv41.io.fixture_rules import Rule, check_rules, readme
+from openv41.io.image_processor import ProcessedImage
 from openv41.io.tensor_files import write_tensors
 from openv41.io.tokenizer import TOKENIZER_FILE
 from openv41.io.trace import GREEDY_TOKENS, run_case
@@ -57,7 +59,11 @@ _GAINS = (
     (re.compile(r"head\.weight"), 2.0),
 )
 _UNIT = re.compile(r"(^embed|\.table)\.weight")
-_CENTERED = re.compile(r"(base|bias|bias_vl|sink)$")
+_CENTERED = re.compile(r"(base|bias|bias_vl|sink|start|newline|end)$")
+
+# Width and height of the images, and the text before each; the first span starts inside a group.
+IMAGES = (((92, 60), 13), ((41, 110), 5))
+TEXT_BEHIND_IMAGES = 23
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,6 +250,39 @@ def draw_inputs(config: ModelConfig, options: FixtureOptions) -> dict[str, Tenso
         "prompt_lengths": torch.tensor([n for n in lengths if n < length], dtype=torch.int32),
         "packed_ids": draw(sum(PACKED)),
         "packed_lengths": torch.tensor(PACKED, dtype=torch.int32),
+        **_draw_images(config, options.seed, draw),
+    }
+
+
+def _draw_images(
+    config: ModelConfig, seed: int, draw: Callable[[int], Int[Tensor, " _"]]
+) -> dict[str, Tensor]:
+    """A text with two images of noise; nothing where the model sees none."""
+    if config.vision is None:
+        return {}
+    generator, side = _generator(seed, "images"), config.vision.patch_size
+    ids: list[Tensor] = []
+    types: list[int] = []
+    starts: list[int] = []
+    grids, tensors = [], {}
+    for number, ((width, height), before) in enumerate(IMAGES):
+        grid = grid_of(width, height, config.vision)
+        shape = (grid.num_patches, 3, side, side)
+        pixels = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+        tensors[f"image{number}.patches"] = ProcessedImage(pixels, grid).patches()
+        starts.append(len(types) + before)
+        span = torch.full((grid.span_length,), config.image_token_id, dtype=torch.int32)
+        ids += [draw(before), span]
+        types += [TEXT] * before + [int(token) for token in grid.layout()]
+        grids.append(grid)
+    return tensors | {
+        "image_ids": torch.cat([*ids, draw(TEXT_BEHIND_IMAGES)]),
+        "image_token_types": torch.tensor(types + [TEXT] * TEXT_BEHIND_IMAGES, dtype=torch.int32),
+        "image_starts": torch.tensor(starts, dtype=torch.int32),
+        "image_grids_vit": torch.tensor([(g.rows, g.cols) for g in grids], dtype=torch.int32),
+        "image_grids_llm": torch.tensor(
+            [(g.cell_rows, g.cell_cols) for g in grids], dtype=torch.int32
+        ),
     }
 
 
@@ -280,7 +319,8 @@ def _write_outputs(
     model: CausalEncoderDecoder, folder: Path, tensors: Mapping[str, Tensor]
 ) -> None:
     inputs = Inputs.read(folder / "inputs.safetensors")
-    found = {case: run_case(model, inputs, case, "f64") for case in ("prefill", "decode", "batch")}
+    cases = ["prefill", "decode", "batch", *(["image"] if inputs.images else [])]
+    found = {case: run_case(model, inputs, case, "f64") for case in cases}
     ids = tensors["text_ids"].long()
     lengths = tensors["prompt_lengths"].tolist()
     last = [_logits(model, ids[:length], [length])[-1] for length in lengths]

@@ -49,6 +49,12 @@ def check_rules(model: CausalEncoderDecoder, tensors: Mapping[str, Tensor]) -> l
     return [Rule(name=n, value=float(v), at_least=float(least)) for n, v, least in found]
 
 
+IMAGES_README = """
+`image_ids`: a text with two images, whose spans start at `image_starts`; `image_token_types` says
+what each token is (-1 text, 0 start, 1 image, 2 newline, 3 end); `image{k}.patches` and the grids
+of patches (`image_grids_vit`) and of merged cells (`image_grids_llm`), rows and columns. Their
+outputs are in `image_f64`."""
+
 Figures = Iterator[tuple[str, float, float]]
 
 
@@ -84,6 +90,10 @@ def _sizes(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Figures:
     yield "YaRN factor", config.attention.yarn.factor, 2
     yield "requests in the batch", len(tensors["batch_ids"]), 2
     yield "lengths of packed documents", len(set(tensors["packed_lengths"].tolist())), 2
+    if config.vision:
+        starts = tensors["image_starts"].tolist()
+        yield "images in the text with images", len(starts), 2
+        yield "image spans that start inside a group", sum(start % 2 for start in starts), 1
 
 
 def _schedule(config: ModelConfig) -> Figures:
@@ -167,6 +177,7 @@ def _count_clamped(
 def readme(seed: int, config: ModelConfig, rules: list[Rule]) -> str:
     """Text of the fixture's README."""
     lines = [f"- {'' if r.is_met else 'NOT MET: '}{r.name}: {r.value:g}" for r in rules]
+    images = IMAGES_README if config.vision else ""
     measured = "\n".join(lines) or "- not measured: the fixture was made without outputs"
     return f"""# A random checkpoint with its inputs and outputs (seed {seed})
 
@@ -175,7 +186,7 @@ def readme(seed: int, config: ModelConfig, rules: list[Rule]) -> str:
 
 `inputs.safetensors`: `text_ids`, of which the first `prefill_len` are the prompt;
 `subset_positions`, the rows kept of wide tensors; `batch_ids`; `prompt_lengths`, prefixes of the
-text; `packed_ids` with `packed_lengths`, documents that must not see each other.
+text; `packed_ids` with `packed_lengths`, documents that must not see each other.{images}
 
 `prefill_f64`, `decode_f64`, `batch_f64`: outputs under the names of the golden data; `prompts_f64`:
 logits of the last token of each prefix; `packed_f64`: logits of every packed token.

@@ -61,12 +61,19 @@ class ProcessedImage:
     def content_hash(self) -> bytes:
         """Digest of the pixels and their grid: equal for equal inputs of the vision encoder."""
         shape = f"{self.grid.rows} {self.grid.cols} {self.grid.ratio}".encode()
-        data = self.pixels.contiguous().numpy()
+        data = self.pixels.contiguous().numpy().tobytes()
         return hashlib.blake2b(data, key=shape, digest_size=HASH_BYTES).digest()
 
     def patches(self) -> BFloat16[Tensor, "patches 3 side side"]:
-        """Pixels from -1 to 1, scaled in float32 and rounded once."""
-        return ((self.pixels.to(torch.float32) / 255 - 0.5) / 0.5).to(torch.bfloat16)
+        """Pixels from -1 to 1."""
+        return scale_pixels(self.pixels)
+
+
+def scale_pixels(
+    pixels: UInt8[Tensor, "patches 3 side side"],
+) -> BFloat16[Tensor, "patches 3 side side"]:
+    """Map 0..255 to -1..1, in float32 and rounded once."""
+    return ((pixels.to(torch.float32) / 255 - 0.5) / 0.5).to(torch.bfloat16)
 
 
 def load_image(

@@ -247,7 +247,8 @@ class CausalEncoderDecoder(nn.Module):
             )
         if embeds is not None and embeds.shape[1] != width:
             raise InputError(
-                f"batch: image_embeds are {embeds.shape[1]} wide, the model's hidden size is {width}"
+                f"batch: image_embeds are {embeds.shape[1]} wide, the model's hidden size is "
+                f"{width}"
             )
 
     def _check_starts(self, batch: Batch, store: KVStore | None) -> None:
