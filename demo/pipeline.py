@@ -12,6 +12,7 @@ from demo import settings
 from demo.baselines import trigram_bits_per_byte, xz_bits_per_byte
 from demo.corpus import Corpus, load_corpus
 from demo.evaluate import score_documents
+from demo.pictures import Picture, make_pictures
 from demo.report import (
     Summary,
     as_table,
@@ -21,14 +22,15 @@ from demo.report import (
     write_summary,
 )
 from demo.runner import Runner, StageError
+from demo.seeing import Seen, measure_seeing
 from demo.serving import Served, measure_serving
 from openv41.config import NUMERICS
 from openv41.io.atomic import write_atomic
 from openv41.io.checkpoint import load_model
 from openv41.train.token_shards import TokenShards
 
-STAGES = 10
-FOLDERS = ("text", "tokenizer", "data", "train", "export")
+STAGES = 12
+FOLDERS = ("text", "pictures", "tokenizer", "data", "train", "export")
 SUMMARY_FILE, CURVE_FILE, REPORT_FILE = "summary.json", "loss_curve.png", "report.html"
 LOG_FILE, CHECKPOINT = "log.jsonl", "checkpoint"  # inside the folder of a training run
 
@@ -66,6 +68,8 @@ def run_demo(run: Runner, out: Path, data: Path, tokens: int) -> Summary:
         trigram = ", ".join(f"{v:,}: {score:.3f}" for v, score in baselines.trigram.items())
         run.say(f"bits per byte: xz {xz:.3f}; trigram by vocabulary {trigram}")
     shards = prepare(run, files, out)
+    with run.stage("pictures", "handwritten digits and rendered words, with questions"):
+        pictures = prepare_pictures(run, out)
     with run.stage("train", f"{settings.PRESET}, {tokens:,} tokens"):
         train(run, out, tokens)
     with run.stage("export", "the released checkpoint format"):
@@ -75,6 +79,14 @@ def run_demo(run: Runner, out: Path, data: Path, tokens: int) -> Summary:
         measured = evaluate(run, export, shards["heldout"], corpus.heldout_bytes)
     with run.stage("generate", "text from the export"):
         sample = generate(run, export)
+    with run.stage(
+        "see", f"{len(pictures['heldout'])} held-out pictures, asked through the engine"
+    ):
+        seen = measure_seeing(export, pictures["heldout"])
+        run.say(
+            f"right: digits {seen.digits_right:.1%} (chance {seen.digits_chance:.0%}), words "
+            f"{seen.words_right:.1%} (chance {seen.words_chance:.0%})"
+        )
     with run.stage("serve", f"a prompt of {settings.SERVED_TOKENS:,} tokens, cold and warm"):
         text = shards["heldout"].read(0, shards["heldout"].num_tokens).tolist()
         served = measure_serving(export, text)
@@ -93,6 +105,8 @@ def run_demo(run: Runner, out: Path, data: Path, tokens: int) -> Summary:
             tokens=tokens,
             sample=sample,
             served=served,
+            pictures=pictures,
+            seen=seen,
         )
         bytes_per_token = shards["train"].num_bytes / shards["train"].num_tokens
         curve = read_log(out / "train" / LOG_FILE, bytes_per_token)
@@ -126,7 +140,8 @@ def prepare(run: Runner, files: Mapping[str, list[Path]], out: Path) -> dict[str
     """Train the tokenizer on the training part; turn both parts into token shards."""
     with run.stage("tokenizer", f"byte-level BPE, {settings.VOCABULARY:,} tokens"):
         size = ("--vocab-size", str(settings.VOCABULARY))
-        run.command("tokenizer", "train", *files["train"], *size, "--out", out / "tokenizer")
+        words = ("tokenizer", "train", *files["train"], *size, "--prompt-format")
+        run.command(*words, "--out", out / "tokenizer")
     with run.stage("data", "token shards"):
         for part, paths in files.items():
             tokenizer = ("--tokenizer", out / "tokenizer")
@@ -134,12 +149,23 @@ def prepare(run: Runner, files: Mapping[str, list[Path]], out: Path) -> dict[str
     return {part: TokenShards(out / "data" / part) for part in files}
 
 
+def prepare_pictures(run: Runner, out: Path) -> dict[str, list[Picture]]:
+    """Draw the pictures, and turn those to train on into shards."""
+    pictures = make_pictures(out / "pictures")
+    samples, tokenizer = out / "pictures" / "train" / "samples.jsonl", out / "tokenizer"
+    preset = ("--preset", settings.PRESET)
+    words = ("data", "images", samples, "--tokenizer", tokenizer, *preset)
+    run.command(*words, "--out", out / "data" / "pictures")
+    return pictures
+
+
 def train(run: Runner, out: Path, tokens: int) -> None:
     """Train from random weights."""
     values = {"tokens": tokens, "seed": settings.SEED, **settings.TRAINING}
     sets = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
     data = ("--data", out / "data" / "train", "--heldout", out / "data" / "heldout")
-    run.command("train", settings.PRESET, *data, "--out", out / "train", *sets)
+    images = ("--images", out / "data" / "pictures")
+    run.command("train", settings.PRESET, *data, *images, "--out", out / "train", *sets)
 
 
 def evaluate(run: Runner, export: Path, shards: TokenShards, num_bytes: int) -> Measured:
@@ -189,10 +215,13 @@ def summarise(
     tokens: int,
     sample: str,
     served: Served,
+    pictures: Mapping[str, list[Picture]],
+    seen: Seen,
 ) -> Summary:
     """Collect every figure."""
     best = min(baselines.trigram.values())
     tokens -= tokens % int(settings.TRAINING["batch_tokens"])  # training takes whole batches
+    text_tokens = int(tokens * (1 - float(settings.TRAINING["image_share"])))
     export = out / "export"
     return Summary(
         heldout_bits_per_byte=measured.bits_per_byte,
@@ -209,7 +238,8 @@ def summarise(
         training_bytes=corpus.train_bytes,
         training_tokens=shards["train"].num_tokens,
         tokens_seen=tokens,
-        epochs_seen=tokens / shards["train"].num_tokens,
+        text_tokens_seen=text_tokens,
+        epochs_seen=text_tokens / shards["train"].num_tokens,
         vocabulary=settings.VOCABULARY,
         parameters=measured.num_parameters,
         cache_bytes_per_token=served.bytes_per_token,
@@ -218,6 +248,16 @@ def summarise(
         prefix_hit_seconds=served.warm_seconds,
         prefix_hit_tokens=served.hit_tokens,
         bounded_prefill_agreement=served.bounded_agreement,
+        pictures_trained=len(pictures["train"]),
+        pictures_heldout=len(pictures["heldout"]),
+        digits_right=seen.digits_right,
+        digits_chance=seen.digits_chance,
+        words_right=seen.words_right,
+        words_chance=seen.words_chance,
+        first_pictures=[
+            {"file": str(file.relative_to(out)), "answer": answer, "model": said}
+            for file, answer, said in seen.shown
+        ],
         export_bytes=sum(file.stat().st_size for file in export.glob("*.safetensors")),
         seed=settings.SEED,
         train_seconds=run.seconds["train"],

@@ -40,6 +40,7 @@ class Summary:
     training_bytes: int
     training_tokens: int
     tokens_seen: int
+    text_tokens_seen: int
     epochs_seen: float
     vocabulary: int
     parameters: int
@@ -49,6 +50,13 @@ class Summary:
     prefix_hit_seconds: float
     prefix_hit_tokens: int
     bounded_prefill_agreement: float
+    pictures_trained: int
+    pictures_heldout: int
+    digits_right: float
+    digits_chance: float
+    words_right: float
+    words_chance: float
+    first_pictures: list[dict[str, str]]
     export_bytes: int
     seed: int
     train_seconds: float
@@ -97,7 +105,21 @@ def rows(summary: Summary) -> list[tuple[str, str, str]]:
             f"{s.training_documents} texts, no other edition of the above",
         ),
         ("parameters", f"{s.parameters:,}", f"exported in {s.export_bytes / 1e6:.1f} MB"),
-        ("training tokens seen", f"{s.tokens_seen:,}", f"{s.epochs_seen:.2f} passes"),
+        (
+            "handwritten digits named",
+            f"{s.digits_right:.1%}",
+            f"of those held out; chance is {s.digits_chance:.0%}",
+        ),
+        (
+            "rendered words read",
+            f"{s.words_right:.1%}",
+            f"of those held out; chance is {s.words_chance:.0%}",
+        ),
+        (
+            "training tokens seen",
+            f"{s.tokens_seen:,}",
+            f"{s.text_tokens_seen:,} of text ({s.epochs_seen:.2f} passes), the rest with images",
+        ),
         (
             "training seconds",
             f"{s.train_seconds:.0f}",
@@ -176,7 +198,7 @@ def draw_curve(curve: Curve, summary: Summary, file: Path) -> None:
     axes = figure.subplots()
     millions = [t / 1e6 for t in curve.tokens]
     axes.plot(millions, curve.training, color=BLUE, alpha=0.18, linewidth=0.8)
-    label = f"training (mean over {SMOOTHING_STEPS} steps)"
+    label = f"training, answers about pictures included (mean over {SMOOTHING_STEPS} steps)"
     axes.plot(millions, smooth(curve.training, SMOOTHING_STEPS), color=BLUE, label=label)
     points = [t / 1e6 for t in curve.heldout_tokens] + [summary.tokens_seen / 1e6]
     scores = [*curve.heldout, summary.heldout_bits_per_byte]
@@ -220,11 +242,25 @@ def write_report(summary: Summary, picture: Path, file: Path) -> None:
         picture=base64.b64encode(picture.read_bytes()).decode(),
         prompt=html.escape(summary.prompt),
         sample=html.escape(summary.sample),
+        pictures=_pictures(summary, picture.parent),
         score=f"{summary.heldout_bits_per_byte:.3f}",
         trigram=f"{summary.trigram_bits_per_byte:.3f}",
         xz=f"{summary.xz_bits_per_byte:.3f}",
     )
     write_atomic(file, page.encode())
+
+
+def _pictures(summary: Summary, folder: Path) -> str:
+    """The first held-out pictures with what the model said."""
+    cells = []
+    for shown in summary.first_pictures:
+        data = base64.b64encode((folder / shown["file"]).read_bytes()).decode()
+        told = f"said <b>{html.escape(shown['model'])}</b>, is {html.escape(shown['answer'])}"
+        cells.append(
+            f'<figure><img class="pixels" alt="{html.escape(shown["answer"])}" '
+            f'src="data:image/png;base64,{data}"><figcaption>{told}</figcaption></figure>'
+        )
+    return "\n".join(cells)
 
 
 def write_summary(summary: Summary, file: Path) -> None:

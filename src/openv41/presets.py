@@ -69,6 +69,15 @@ def tiny() -> ModelConfig:
         moe=MoeConfig(num_experts=8, top_k=2, expert_dim=64),
         mhc=MhcConfig(sinkhorn_steps=8),
         engram=_engram((1, 2), vocab_size=1024, table_size=16384, num_heads=2, head_dim=32),
+        vision=VisionConfig(
+            num_layers=2,
+            hidden_size=64,
+            num_heads=2,
+            intermediate_size=128,
+            max_image_tokens=128,
+            min_pixels=42 * 42,  # one cell: an icon is 4 tokens, not 184
+        ),
+        image_token_id=3,
     )
 
 

@@ -4,13 +4,15 @@ import json
 
 import pytest
 
+from openv41.train.balance import Balance
 from openv41.train.metrics import EVENTS_FOLDER, LOG_FILE, RunLog, StepRecord
 
+BALANCE = {"text": Balance([1.5, 1.25], [0.5, 0.75])}
 ACCUMULATOR = "tensorboard.backend.event_processing.event_accumulator"
 
 
 def record(step, **changes):
-    values = {"loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "worst_load": 1.5}
+    values = {"loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "balance": BALANCE}
     return StepRecord(step=step, tokens=step * 64, tokens_per_second=10.0, **{**values, **changes})
 
 
@@ -30,7 +32,8 @@ def test_one_object_per_step(tmp_path):
         "loss": 2.5,
         "lr": 1e-3,
         "grad_norm": 0.5,
-        "worst_load": 1.5,
+        "balance": {"text": {"max_over_mean": [1.5, 1.25], "entropy": [0.5, 0.75]}},
+        "image_tokens": 0,
         "tokens_per_second": 10.0,
     }
     assert second == {**first, "step": 2, "tokens": 128, "heldout_bits_per_byte": 1.25}
@@ -60,4 +63,5 @@ def test_tensorboard_gets_the_same_values(tmp_path):
         log.add(record(2, loss=2.0))
     events = accumulator(str(tmp_path / EVENTS_FOLDER)).Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 3.0), (2, 2.0)]
+    assert [e.value for e in events.Scalars("balance/text/max_over_mean/1")] == [1.25] * 2
     assert "tokens" not in events.Tags()["scalars"]

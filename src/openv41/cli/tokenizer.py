@@ -18,10 +18,14 @@ def train(
     files: Annotated[list[Path], typer.Argument(help="UTF-8 text files to learn from.")],
     vocab_size: Annotated[int, typer.Option(help="Tokens, the special ones included.")],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
+    *,
+    prompt_format: Annotated[
+        bool, typer.Option("--prompt-format", help="Also the special tokens of chats and images.")
+    ] = False,
 ) -> None:
     """Train a byte-level BPE tokenizer on text files."""
     note(f"training a tokenizer of {vocab_size:,} tokens on {len(files)} file(s)")
-    tokenizer = train_tokenizer(files, vocab_size=vocab_size)
+    tokenizer = train_tokenizer(files, vocab_size=vocab_size, prompt_format=prompt_format)
     tokenizer.save(out)
     _show(tokenizer, out)
 

@@ -30,6 +30,9 @@ def train(
     heldout: Annotated[
         Path | None, typer.Option(help="Token shards to score, never to train.")
     ] = None,
+    images: Annotated[
+        Path | None, typer.Option(help="Image-text shards to train on too, see 'data images'.")
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Such as optimizer.lr=3e-4."),
@@ -37,12 +40,12 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in OUT.")] = False,
     device: Annotated[str, typer.Option(help="Where to train, such as cpu or cuda.")] = "cpu",
 ) -> None:
-    """Train a text model; OUT/checkpoint holds it in the end."""
+    """Train a model on text, and on images; OUT/checkpoint holds it in the end."""
     place = resolve_device(device)
     if place.type == "cpu":
         keep_freed_memory()
         torch.set_flush_denormal(True)  # denormal numbers are slow and mean nothing here
-    model, config, token_map = configure(preset, data, settings or [])
+    model, config, token_map = configure(preset, data, settings or [], images=images is not None)
     if config.cpu_threads:
         torch.set_num_threads(config.cpu_threads)
     run = Run(
@@ -51,6 +54,7 @@ def train(
         token_map=token_map,
         data=data,
         heldout=heldout,
+        images=images,
         out=out,
         device=place,
     )
@@ -70,11 +74,14 @@ def _describe(trainer: Trainer) -> str:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     kept = sum(p.numel() for p in model.parameters()) - trained
     tokens = config.num_steps * config.batch_tokens
+    images = ""
+    if trainer.images is not None:
+        images = f", {trainer.images.epoch(config.num_steps):.2f} of images"
     from_step = f", from step {trainer.step:,}" if trainer.step else ""
     return (
         f"{trained:,} parameters to train (the indexer's and the routing biases, {kept:,}, have no "
         f"gradient); {config.num_steps:,} steps, {tokens:,} tokens, "
-        f"{trainer.batches.epoch(config.num_steps):.2f} epochs{from_step}"
+        f"{trainer.batches.epoch(config.num_steps):.2f} epochs of text{images}{from_step}"
     )
 
 

@@ -15,12 +15,28 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from openv41.errors import DataError, InputError
 from openv41.io.atomic import write_atomic
+from openv41.prompt.tokens import (
+    ASSISTANT,
+    DSML,
+    IMAGE,
+    LATEST_REMINDER,
+    SYSTEM,
+    TASKS,
+    THINK,
+    THINK_END,
+    USER,
+    task_token,
+)
 
 BOS_ID, EOS_ID, PAD_ID = 0, 1, 2
 SPECIAL_TOKENS = (  # full-width bars and low-line blocks, spelled as in the released tokenizer
     "<\uff5cbegin\u2581of\u2581sentence\uff5c>",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
     "<\uff5c\u2581pad\u2581\uff5c>",
+)
+PROMPT_TOKENS = (
+    *(SYSTEM, USER, ASSISTANT, LATEST_REMINDER, THINK, THINK_END, DSML, IMAGE),
+    *map(task_token, TASKS),
 )
 MIN_VOCAB_SIZE = len(SPECIAL_TOKENS) + 256  # every byte has a token
 MAX_VOCAB_SIZE = 1 << 24
@@ -87,6 +103,14 @@ class TextTokenizer:
             raise InputError(f"{self.where} has no special token {text!a}")
         return self._special[text]
 
+    def has_special(self, text: str) -> bool:
+        """Whether there is a special token of this spelling."""
+        return text in self._special
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is a special one, which no plain text becomes."""
+        return token_id in self._special_text
+
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes that one token stands for; a character may span several tokens."""
         token = self.backend.id_to_token(token_id) if token_id >= 0 else None
@@ -147,12 +171,18 @@ def load_tokenizer(path: Path) -> TextTokenizer:
     return TextTokenizer(data, str(file))
 
 
-def train_tokenizer(files: Sequence[Path], *, vocab_size: int) -> TextTokenizer:
-    """Byte-level BPE with ``vocab_size`` tokens, learned from text files; deterministic."""
-    if vocab_size < MIN_VOCAB_SIZE:
+def train_tokenizer(
+    files: Sequence[Path], *, vocab_size: int, prompt_format: bool = False
+) -> TextTokenizer:
+    """Byte-level BPE with ``vocab_size`` tokens, learned from text files; deterministic.
+
+    With ``prompt_format`` it also has the special tokens of the prompt format.
+    """
+    special = (*SPECIAL_TOKENS, *PROMPT_TOKENS) if prompt_format else SPECIAL_TOKENS
+    if vocab_size < len(special) + 256:
         raise InputError(
-            f"vocab_size is {vocab_size}, must be at least {MIN_VOCAB_SIZE}: "
-            f"{len(SPECIAL_TOKENS)} special tokens and 256 bytes"
+            f"vocab_size is {vocab_size}, must be at least {len(special) + 256}: "
+            f"{len(special)} special tokens and 256 bytes"
         )
     if vocab_size > MAX_VOCAB_SIZE:
         raise InputError(f"vocab_size is {vocab_size}, must be at most {MAX_VOCAB_SIZE}")
@@ -163,7 +193,7 @@ def train_tokenizer(files: Sequence[Path], *, vocab_size: int) -> TextTokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS],
+        special_tokens=[AddedToken(t, special=True, normalized=False) for t in special],
         initial_alphabet=sorted(_byte_alphabet()),
         show_progress=False,
     )

@@ -56,6 +56,9 @@ class TrainConfig:
     decay: Literal["linear", "cosine"] = "linear"
     final_lr_factor: float = 0.0
     balance_speed: float = 0.001  # step of the routing biases
+    modality_biases: bool = True  # text and images have routing biases and loads of their own
+    image_share: float = 0.25  # of each batch's tokens, where the run has image-text samples
+    learn_image_tokens: bool = False  # also predict the tokens of image spans
     checkpoint_steps: int = 200
     heldout_steps: int = 200
     heldout_tokens: int = 32768  # evenly spread over the held-out text
@@ -97,10 +100,18 @@ class TrainConfig:
             )
         if self.decay not in ("linear", "cosine"):
             problems.append(f"decay is {self.decay!r}, must be linear or cosine")
+        if not 0 < self.image_share < 1:
+            problems.append(f"image_share is {self.image_share}, must be above 0 and below 1")
         if not 0 <= self.final_lr_factor <= 1:
             problems.append(f"final_lr_factor is {self.final_lr_factor}, must be from 0 to 1")
         if problems:
             raise ConfigError("train", problems)
+
+    @property
+    def image_tokens(self) -> int:
+        """Room for image-text samples in a batch of a run that has some, in whole sequences."""
+        rows = self.batch_tokens // self.sequence_length
+        return min(max(1, round(self.image_share * rows)), rows - 1) * self.sequence_length
 
     @property
     def num_steps(self) -> int:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 
 from openv41.errors import InputError
+from openv41.image_grid import ImageGrid
 from openv41.train.token_shards import TokenIds, TokenShards
 
 _MASK = (1 << 64) - 1
@@ -18,14 +19,36 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Documents, or pieces of them, one after the other; none sees another one."""
+    """Documents, or pieces of them, one after the other; none sees another one.
+
+    ``targets`` says which tokens are learned, None all of them. ``pixels`` holds the patches of
+    all images, in the order of their spans.
+    """
 
     ids: Int[Tensor, " T"]
     lengths: tuple[int, ...]
+    targets: Bool[Tensor, " T"] | None = None
+    pixels: UInt8[Tensor, "P 3 side side"] | None = None
+    grids: tuple[ImageGrid, ...] = ()
 
     def documents(self) -> list[list[int]]:
         """Token ids per document."""
         return [piece.tolist() for piece in self.ids.split(list(self.lengths))]
+
+    def beside(self, other: "PackedBatch") -> "PackedBatch":
+        """Both batches as one."""
+        targets = [
+            torch.ones(len(b.ids), dtype=torch.bool) if b.targets is None else b.targets
+            for b in (self, other)
+        ]
+        pixels = [b.pixels for b in (self, other) if b.pixels is not None]
+        return PackedBatch(
+            torch.cat([self.ids, other.ids]),
+            self.lengths + other.lengths,
+            torch.cat(targets),
+            torch.cat(pixels) if pixels else None,
+            self.grids + other.grids,
+        )
 
 
 class TrainingBatches:
@@ -77,8 +100,8 @@ class TrainingBatches:
     def _pieces(self, number: int) -> Iterator[tuple[int, int]]:
         """Places in the stream of the pieces that fill row ``number`` of the whole run."""
         epoch, index = divmod(number, self.rows_per_epoch)
-        key = _mix(_mix(self.seed) + epoch)
-        row = _shuffled(index, self.rows_per_epoch, key)
+        key = mix(mix(self.seed) + epoch)
+        row = shuffled(index, self.rows_per_epoch, key)
         total = self.shards.num_tokens
         start = (key + row * (self.sequence_length - 1)) % total
         left = self.sequence_length
@@ -127,7 +150,7 @@ def bits_per_byte(nats: float, num_bytes: int) -> float:
     return nats / math.log(2) / num_bytes
 
 
-def _mix(value: int) -> int:
+def mix(value: int) -> int:
     """Scramble 64 bits (the finaliser of splitmix64)."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK
@@ -135,7 +158,7 @@ def _mix(value: int) -> int:
     return value ^ value >> 31
 
 
-def _shuffled(index: int, size: int, key: int) -> int:
+def shuffled(index: int, size: int, key: int) -> int:
     """Image of ``index`` under a pseudo-random permutation of range(size), in constant memory.
 
     A Feistel network permutes the next power of four; values outside are sent through again.
@@ -145,7 +168,7 @@ def _shuffled(index: int, size: int, key: int) -> int:
     while True:
         left, right = index >> half, index & mask
         for turn in range(6):
-            left, right = right, left ^ (_mix(key ^ turn << 56 ^ right) & mask)
+            left, right = right, left ^ (mix(key ^ turn << 56 ^ right) & mask)
         index = left << half | right
         if index < size:
             return index

@@ -22,7 +22,7 @@ from openv41.io.checkpoint_writer import read_companions
 from openv41.io.tokenizer import load_tokenizer
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.model.init import init_weights
-from openv41.train.balance import worst_load
+from openv41.train.balance import measure_balance
 from openv41.train.checkpoint import FOLDER as RESUME_FOLDER
 from openv41.train.checkpoint import (
     Description,
@@ -36,6 +36,8 @@ from openv41.train.checkpoint import (
 from openv41.train.config import TrainConfig
 from openv41.train.data import TrainingBatches
 from openv41.train.evaluate import HeldOut
+from openv41.train.image_batches import ImageBatches
+from openv41.train.image_shards import ImageShards
 from openv41.train.metrics import LOG_FILE, RunLog, StepRecord
 from openv41.train.optimizer import make_optimizer
 from openv41.train.step import train_step
@@ -65,6 +67,7 @@ class Run:
     token_map: Int[Tensor, " V"] | None
     data: Path
     heldout: Path | None
+    images: Path | None = None
     out: Path
     device: torch.device
 
@@ -75,6 +78,7 @@ class Run:
             "train": as_dict(self.train),
             "data": _data_hash(self.data),
             "heldout": None if self.heldout is None else _data_hash(self.heldout),
+            "images": None if self.images is None else _data_hash(self.images),
         }
 
 
@@ -88,10 +92,12 @@ class Trainer:
         self.shards = TokenShards(run.data)
         self.tokenizer = load_tokenizer(run.data)
         self.shards.check_tokenizer(self.tokenizer)
+        self.images = self._open_images()
+        room = run.train.image_tokens if self.images is not None else 0
         self.batches = TrainingBatches(
             self.shards,
             sequence_length=run.train.sequence_length,
-            batch_tokens=run.train.batch_tokens,
+            batch_tokens=run.train.batch_tokens - room,
             seed=run.train.seed,
         )
         self.heldout = self._open_heldout()
@@ -136,6 +142,8 @@ class Trainer:
         """Run one step, and the held-out text where it is due."""
         train, start = self.run.train, time.perf_counter()
         packed = self.batches.batch(self.step)
+        if self.images is not None:
+            packed = packed.beside(self.images.batch(self.step))
         result = train_step(self.model, self.optimizer, packed, train, self.step)
         seconds = time.perf_counter() - start
         self.step += 1
@@ -147,7 +155,8 @@ class Trainer:
             loss=result.loss,
             lr=result.lr,
             grad_norm=result.grad_norm,
-            worst_load=worst_load(result.loads),
+            balance=measure_balance(result.loads),
+            image_tokens=int((packed.ids == self.run.model.image_token_id).sum()),
             tokens_per_second=train.batch_tokens / seconds,
             heldout_bits_per_byte=score,
         )
@@ -176,6 +185,15 @@ class Trainer:
             raise ConfigError(f"{out} cannot be resumed: it is another run", problems)
         return state
 
+    def _open_images(self) -> ImageBatches | None:
+        if self.run.images is None:
+            return None
+        vision, train = self.run.model.vision, self.run.train
+        assert vision is not None, "images for a model without a vision encoder"
+        shards = ImageShards(self.run.images)
+        shards.check(self.tokenizer, vision)
+        return ImageBatches(shards, bin_tokens=train.image_tokens, seed=train.seed)
+
     def _open_heldout(self) -> HeldOut | None:
         if self.run.heldout is None:
             return None
@@ -196,8 +214,8 @@ def _data_hash(folder: Path) -> str:
         return hashlib.sha256((folder / INDEX_FILE).read_bytes()).hexdigest()
     except OSError as error:
         raise DataError(
-            f"{folder / INDEX_FILE}: cannot read the index of the token shards: {error.strerror}; "
-            "make them with 'openv41 data prepare'"
+            f"{folder / INDEX_FILE}: cannot read the index of the shards: {error.strerror}; make "
+            "them with 'openv41 data prepare', or 'openv41 data images' for images"
         ) from None
 
 

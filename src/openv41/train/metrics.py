@@ -1,11 +1,13 @@
 """What a run writes down: one JSON object per step in ``log.jsonl``, and TensorBoard's events.
 
 Keys of a step: ``step`` (the first is 1), ``tokens`` seen so far, ``loss`` in nats per token,
-``lr`` before the groups' factors, ``grad_norm`` before clipping, ``worst_load`` of an expert over
-the mean, ``tokens_per_second``, and at intervals ``heldout_bits_per_byte``.
+``lr`` before the groups' factors, ``grad_norm`` before clipping, ``balance`` of text and of image
+tokens (see train/balance.py), ``image_tokens`` of this step, ``tokens_per_second``, and at
+intervals ``heldout_bits_per_byte``.
 """
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from openv41.errors import DataError
 from openv41.io.atomic import write_atomic
+from openv41.train.balance import Balance
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -30,7 +33,8 @@ class StepRecord:
     loss: float
     lr: float
     grad_norm: float
-    worst_load: float
+    balance: dict[str, Balance]
+    image_tokens: int = 0
     tokens_per_second: float
     heldout_bits_per_byte: float | None = None
 
@@ -54,7 +58,7 @@ class RunLog:
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
         if self._events is not None:
-            for key, value in values.items():
+            for key, value in _flat(values):
                 if key not in ("step", "tokens"):
                     self._events.add_scalar(key, value, record.step)
 
@@ -81,6 +85,18 @@ class RunLog:
             raise DataError(f"{self._path}: cannot read the log of the run: {error}") from None
         kept = "".join(f"{line}\n" for line in lines if (_step_of(line) or step + 1) <= step)
         write_atomic(self._path, kept.encode())
+
+
+def _flat(values: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, float]]:
+    """Nested figures under slashed names, lists by their place."""
+    for key, value in values.items():
+        path = f"{name}/{key}" if name else key
+        if isinstance(value, list):
+            yield from ((f"{path}/{place}", item) for place, item in enumerate(value))
+        elif isinstance(value, dict):
+            yield from _flat(value, path)
+        else:
+            yield path, value
 
 
 def _step_of(line: str) -> int | None:

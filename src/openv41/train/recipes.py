@@ -10,9 +10,10 @@ from torch import Tensor
 from openv41.config import ModelConfig
 from openv41.errors import ConfigError
 from openv41.io.engram_map import compress_vocabulary, token_map_for
-from openv41.io.tokenizer import load_tokenizer
+from openv41.io.tokenizer import TextTokenizer, load_tokenizer
 from openv41.ngram_hash_constants import table_rows
 from openv41.presets import preset, with_vocabulary
+from openv41.prompt.tokens import IMAGE
 from openv41.train.config import TrainConfig
 from openv41.train.overrides import apply_settings, field_paths, parse_settings, unknown_path
 
@@ -21,16 +22,16 @@ TABLE_ROWS = "engram.num_embeddings"  # follows from the other Engram settings
 
 
 def configure(
-    name: str, data: Path, settings: Iterable[str]
+    name: str, data: Path, settings: Iterable[str], *, images: bool = False
 ) -> tuple[ModelConfig, TrainConfig, Int[Tensor, " V"] | None]:
     """Model and run of a preset: first the tokenizer, then its token map, then the settings.
 
-    ``settings`` are ``key=value`` words; those of the model start with ``model.``. Only the text
-    model is trained, so a preset's image and drafter parts are left out.
+    ``settings`` are ``key=value`` words; those of the model start with ``model.``. The
+    drafter is left out, and so is the vision encoder unless there are ``images`` to train on.
     """
     tokenizer = load_tokenizer(data)
     num_classes = len(set(compress_vocabulary(tokenizer.backend)))
-    model = replace(preset(name), vision=None, dspark=None)
+    model = _with_images(preset(name), name, tokenizer) if images else _text_only(preset(name))
     train = TrainConfig()
     changes = parse_settings(settings)
     model = with_vocabulary(
@@ -48,6 +49,18 @@ def configure(
         )
         raise ConfigError("train", [problem])
     return model, train, token_map_for(data, model) if model.engram else None
+
+
+def _text_only(model: ModelConfig) -> ModelConfig:
+    return replace(model, vision=None, dspark=None)
+
+
+def _with_images(model: ModelConfig, name: str, tokenizer: TextTokenizer) -> ModelConfig:
+    if model.vision is None:
+        raise ConfigError("train", [f"preset {name} has no vision encoder; leave out --images"])
+    vocab_size = max(model.vocab_size, tokenizer.vocab_size)
+    token = tokenizer.special_id(IMAGE)
+    return replace(model, dspark=None, vocab_size=vocab_size, image_token_id=token)
 
 
 def _is_model(path: str) -> bool:

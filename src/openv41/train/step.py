@@ -5,11 +5,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from openv41.errors import OpenV41Error
+from openv41.io.image_processor import scale_pixels
 from openv41.layers.batch import Batch
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.train.balance import update_biases
@@ -45,8 +46,15 @@ def train_step(
     """Train on one batch; raises DivergedError before anything has changed."""
     device = model.norm.weight.device
     ids = packed.ids.to(device)
-    out = model(Batch.packed(ids, packed.lengths))
-    rows, targets = next_tokens(ids, packed.lengths)
+    embeds = None
+    if packed.pixels is not None:
+        assert model.vision is not None, "images for a model without a vision encoder"
+        embeds = model.vision(scale_pixels(packed.pixels.to(device)), packed.grids)
+    out = model(Batch.packed(ids, packed.lengths, embeds))
+    learned = packed.targets
+    if learned is not None and config.learn_image_tokens:
+        learned = learned | (packed.ids == model.config.image_token_id)
+    rows, targets = next_tokens(ids, packed.lengths, learned)
     loss = backward(model, out.hidden, rows, targets)
     grad_norm = clip_gradients(optimizer, config.optimizer.clip_norm)
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -60,16 +68,23 @@ def train_step(
     set_lr(optimizer, lr)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    update_biases(model, out.expert_counts, config.balance_speed)
+    update_biases(
+        model, out.expert_counts, config.balance_speed, by_modality=config.modality_biases
+    )
     return StepResult(loss=loss, grad_norm=grad_norm, lr=lr, loads=out.expert_counts)
 
 
 def next_tokens(
-    ids: Int[Tensor, " T"], lengths: tuple[int, ...]
+    ids: Int[Tensor, " T"], lengths: tuple[int, ...], learned: Bool[Tensor, " T"] | None = None
 ) -> tuple[Int[Tensor, " targets"], Int[Tensor, " targets"]]:
-    """Rows that predict a token, and these tokens: a document's last token predicts none."""
+    """Rows that predict a token, and these tokens: a document's last token predicts none.
+
+    ``learned`` says which tokens count as targets; None means all.
+    """
     last = torch.tensor(lengths, device=ids.device).cumsum(0) - 1
     predicts = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+    if learned is not None:
+        predicts[:-1] = learned[1:].to(ids.device)
     predicts[last] = False
     rows = predicts.nonzero()[:, 0]
     return rows, ids[rows + 1]

@@ -1,0 +1,68 @@
+"""Which image-text samples stand beside the text in each step. Report §2.5.
+
+Samples are packed whole: each is a document of its own, which sees no other.
+"""
+
+import numpy as np
+import torch
+
+from openv41.errors import InputError
+from openv41.train.data import PackedBatch, mix, shuffled
+from openv41.train.image_shards import ImageShards
+
+OPEN_BINS = 64  # that a sample may still go into
+
+
+class ImageBatches:
+    """Bins of samples of at most ``bin_tokens`` tokens; every epoch takes them in another order.
+
+    The bins, and the bin of each step, depend on the seed and the step alone.
+    """
+
+    def __init__(self, shards: ImageShards, *, bin_tokens: int, seed: int) -> None:
+        longest = max(shards.lengths)
+        if longest > bin_tokens:
+            raise InputError(
+                f"{shards.folder} holds a sample of {longest} tokens, a step has room for "
+                f"{bin_tokens}; raise batch_tokens or image_share, or prepare the images with a "
+                "smaller --max-tokens"
+            )
+        self.shards, self.seed = shards, seed
+        order = [shuffled(i, len(shards), mix(seed)) for i in range(len(shards))]
+        self.bins = best_fit([(i, shards.lengths[i]) for i in order], bin_tokens)
+
+    def batch(self, step: int) -> PackedBatch:
+        """The samples of one step."""
+        epoch, index = divmod(step, len(self.bins))
+        chosen = self.bins[shuffled(index, len(self.bins), mix(mix(self.seed) + epoch))]
+        samples = [self.shards.read(number) for number in chosen]
+        return PackedBatch(
+            ids=torch.from_numpy(np.concatenate([s.tokens for s in samples])),
+            lengths=tuple(len(s.tokens) for s in samples),
+            targets=torch.from_numpy(np.concatenate([s.targets for s in samples])),
+            pixels=torch.from_numpy(np.concatenate([s.pixels for s in samples])),
+            grids=tuple(grid for s in samples for grid in s.grids),
+        )
+
+    def epoch(self, step: int) -> float:
+        """Passes over the samples before ``step``."""
+        return step / len(self.bins)
+
+
+def best_fit(lengths: list[tuple[int, int]], capacity: int) -> list[list[int]]:
+    """Pack numbered lengths, in their order, into bins; each goes where it leaves least room."""
+    bins: list[list[int]] = []
+    room: dict[int, int] = {}  # of the open bins
+    for number, length in lengths:
+        fitting = [index for index, left in room.items() if left >= length]
+        if fitting:
+            best = min(fitting, key=lambda index: (room[index], index))
+        else:
+            best = len(bins)
+            bins.append([])
+            room[best] = capacity
+            if len(room) > OPEN_BINS:
+                del room[min(room, key=lambda index: (room[index], index))]
+        bins[best].append(number)
+        room[best] -= length
+    return bins

@@ -1,0 +1,245 @@
+"""Image-text shards: samples as token ids and pixels, read through memory maps. Report §2.1.
+
+A folder holds bare little-endian arrays: ``tokens.bin`` (ids, each image's token as often as its
+span is long), ``targets.bin`` (1 where a token is learned), ``pixels.bin`` (uint8, the patches of
+every image), ``grids.bin`` (patch rows and columns of each image) and ``samples.bin`` (tokens and
+images of each sample). ``index.json`` describes them; a copy of the tokenizer lies beside it.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from openv41.config import VisionConfig
+from openv41.errors import DataError
+from openv41.image_grid import ImageGrid
+from openv41.io.atomic import atomic_folder, write_atomic
+from openv41.io.tokenizer import TextTokenizer
+from openv41.train.image_samples import Sample
+from openv41.train.sample_encoder import Array, EncodedSample, SampleEncoder
+
+FORMAT, FORMAT_VERSION = "openv41-image-text", 1
+INDEX_FILE = "index.json"
+ARRAYS = {"tokens": "<u4", "targets": "u1", "pixels": "u1", "grids": "<i4", "samples": "<i8"}
+
+log = logging.getLogger(__name__)
+Progress = Callable[[int], None]  # gets the samples done since the last call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Index:
+    """Content of the index file."""
+
+    tokenizer_sha256: str
+    vision: dict[str, Any]  # what the pixels and spans depend on
+    text_tokens: int
+    image_tokens: int
+    targets: int
+    sizes: dict[str, int]  # bytes of each array
+    sha256: dict[str, str]
+
+
+def prepare_image_shards(
+    samples: Iterable[Sample],
+    tokenizer: TextTokenizer,
+    vision: VisionConfig,
+    out: Path,
+    *,
+    max_tokens: int,
+    progress: Progress = lambda _: None,
+) -> "ImageShards":
+    """Encode samples and write them; the folder appears whole or not at all.
+
+    A sample of more than ``max_tokens`` is left out with a warning: spans are never cut.
+    """
+    if out.exists() and any(out.iterdir()) and not (out / INDEX_FILE).is_file():
+        raise DataError(f"{out} exists and holds no image-text shards; name a new or empty folder")
+    encoder = SampleEncoder(tokenizer, vision)
+    try:
+        with atomic_folder(out.resolve()) as partial, _Writer(partial) as writer:
+            for sample in samples:
+                encoded = encoder.encode(sample)
+                if len(encoded.tokens) <= max_tokens:
+                    writer.add(encoded, encoder.image_token_id)
+                else:
+                    size = len(encoded.tokens)
+                    log.warning("%s has %d tokens and is left out", sample.where, size)
+                progress(1)
+            writer.finish(tokenizer, vision)
+            tokenizer.save(partial)
+    except OSError as error:
+        raise DataError(f"{out}: cannot write image-text shards: {error}") from None
+    return ImageShards(out, verify=False)
+
+
+def pixel_settings(vision: VisionConfig) -> dict[str, Any]:
+    """Sizes of a vision part that decide an image's patches and span."""
+    names = ("patch_size", "downsample_ratio", "max_image_tokens", "min_pixels", "max_wh_ratio")
+    return {name: getattr(vision, name) for name in names}
+
+
+class _Writer:
+    """Appends samples to the arrays of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        with ExitStack() as stack:
+            opened = ((name, (folder / f"{name}.bin").open("wb")) for name in ARRAYS)
+            self._files = {name: stack.enter_context(file) for name, file in opened}
+            self._stack = stack.pop_all()
+        self._hashes = {name: hashlib.sha256() for name in ARRAYS}
+        self._text = self._image = self._targets = 0
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def add(self, sample: EncodedSample, image_token_id: int) -> None:
+        """Append one sample."""
+        arrays = {
+            "tokens": sample.tokens,
+            "targets": sample.targets,
+            "pixels": sample.pixels,
+            "grids": np.array([(grid.rows, grid.cols) for grid in sample.grids]),
+            "samples": np.array([len(sample.tokens), len(sample.grids)]),
+        }
+        for name, values in arrays.items():
+            data = np.ascontiguousarray(values, dtype=ARRAYS[name]).tobytes()
+            self._files[name].write(data)
+            self._hashes[name].update(data)
+        images = int((sample.tokens == image_token_id).sum())
+        self._image += images
+        self._text += len(sample.tokens) - images
+        self._targets += int(sample.targets.sum())
+
+    def finish(self, tokenizer: TextTokenizer, vision: VisionConfig) -> None:
+        """Put everything on the disk, and write the index."""
+        if not self._targets:
+            raise DataError("the samples hold nothing to learn; give at least one that fits")
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        index = Index(
+            tokenizer_sha256=tokenizer.sha256,
+            vision=pixel_settings(vision),
+            text_tokens=self._text,
+            image_tokens=self._image,
+            targets=self._targets,
+            sizes={name: file.tell() for name, file in self._files.items()},
+            sha256={name: digest.hexdigest() for name, digest in self._hashes.items()},
+        )
+        content = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(index)}
+        write_atomic(self._folder / INDEX_FILE, json.dumps(content, indent=1).encode() + b"\n")
+
+
+class ImageShards:
+    """A folder of image-text shards."""
+
+    def __init__(self, folder: Path, *, verify: bool = True) -> None:
+        """Open the folder; ``verify`` reads everything once and compares the hashes."""
+        self.folder = folder
+        self.index = _read_index(folder / INDEX_FILE)
+        arrays = {name: self._map(name, verify=verify) for name in ARRAYS}
+        self._tokens, self._targets = arrays["tokens"], arrays["targets"]
+        samples, ratio = arrays["samples"].reshape(-1, 2), self.index.vision["downsample_ratio"]
+        self.lengths: list[int] = samples[:, 0].tolist()  # tokens of each sample
+        self._grids = [ImageGrid(r, c, ratio) for r, c in arrays["grids"].reshape(-1, 2).tolist()]
+        side = self.index.vision["patch_size"]
+        self._pixels = arrays["pixels"].reshape(-1, 3, side, side)
+        self._token_bounds = _bounds(self.lengths)
+        self._image_bounds = _bounds(samples[:, 1].tolist())
+        self._patch_bounds = _bounds(grid.num_patches for grid in self._grids)
+        ends = self._token_bounds[-1], self._image_bounds[-1], self._patch_bounds[-1]
+        if ends != (len(self._tokens), len(self._grids), len(self._pixels)):
+            raise DataError(f"{folder}: the arrays do not fit together; prepare the images again")
+
+    def __len__(self) -> int:
+        """Count the samples."""
+        return len(self.lengths)
+
+    def read(self, number: int) -> EncodedSample:
+        """One sample."""
+        first, stop = self._token_bounds[number : number + 2]
+        image, last = self._image_bounds[number : number + 2]
+        return EncodedSample(
+            tokens=self._tokens[first:stop].astype(np.int64),
+            targets=self._targets[first:stop].astype(np.bool_),
+            pixels=np.array(self._pixels[self._patch_bounds[image] : self._patch_bounds[last]]),
+            grids=tuple(self._grids[image:last]),
+        )
+
+    def check(self, tokenizer: TextTokenizer, vision: VisionConfig) -> None:
+        """Refuse a tokenizer or image sizes other than those that made the shards."""
+        if tokenizer.sha256 != self.index.tokenizer_sha256:
+            raise DataError(
+                f"{self.folder} was prepared with the tokenizer of sha256 "
+                f"{self.index.tokenizer_sha256}, {tokenizer.where} has {tokenizer.sha256}; "
+                "prepare the images with this tokenizer"
+            )
+        if (wanted := pixel_settings(vision)) != self.index.vision:
+            raise DataError(
+                f"{self.folder} was prepared for images of {self.index.vision}, the model takes "
+                f"{wanted}; prepare the images for this model"
+            )
+
+    def _map(self, name: str, *, verify: bool) -> Array:
+        path, expected = self.folder / f"{name}.bin", self.index.sizes[name]
+        try:
+            if (size := path.stat().st_size) != expected:
+                raise DataError(
+                    f"{path}: {size} bytes, the index says {expected}; the file is truncated or "
+                    "was replaced: prepare the images again"
+                )
+            if verify and _sha256(path) != self.index.sha256[name]:
+                raise DataError(
+                    f"{path}: the content does not have the hash of the index; the file is "
+                    "damaged or was replaced: prepare the images again"
+                )
+            if not expected:
+                return np.empty(0, ARRAYS[name])
+            return np.memmap(path, dtype=ARRAYS[name], mode="r")
+        except OSError as error:
+            raise DataError(f"{path}: cannot read the shard: {error.strerror}") from None
+
+
+def _bounds(counts: Iterable[int]) -> list[int]:
+    return list(accumulate(counts, initial=0))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read_index(path: Path) -> Index:
+    try:
+        content = json.loads(path.read_bytes())
+        found = content.pop("format"), content.pop("version")
+        if found != (FORMAT, FORMAT_VERSION):
+            raise ValueError(f"format {found[0]!r} version {found[1]!r}")
+        index = Index(**content)
+        if index.sizes.keys() != ARRAYS.keys() or index.sha256.keys() != ARRAYS.keys():
+            raise ValueError(f"it lists {sorted(index.sizes)}")
+        if not isinstance(index.vision.get("patch_size"), int) or index.vision["patch_size"] < 1:
+            raise ValueError("it names no patch_size")
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot read the index of the image-text shards: {error.strerror}; make them "
+            "with 'openv41 data images'"
+        ) from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{path}: not an index of image-text shards: {error}; prepare the images again"
+        ) from None
+    return index

@@ -1,0 +1,197 @@
+"""Image-text shards and the batches made of them."""
+
+import io
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from openv41.config import VisionConfig
+from openv41.errors import DataError, InputError
+from openv41.image_grid import grid_of
+from openv41.io.checkpoint import load_model
+from openv41.io.image_processor import load_image, process_image
+from openv41.io.tokenizer import train_tokenizer
+from openv41.prompt.tokens import IMAGE
+from openv41.train.image_batches import ImageBatches, best_fit
+from openv41.train.image_samples import ImagePart, Sample, TextPart, Turn
+from openv41.train.image_shards import ImageShards, prepare_image_shards
+from openv41.train.loop import Trainer
+from openv41.train.token_shards import prepare_shards
+from tests.train.runs import mini_run, read_log
+
+VISION = VisionConfig(
+    num_layers=1,
+    hidden_size=8,
+    num_heads=2,
+    intermediate_size=8,
+    patch_size=2,
+    min_pixels=36,
+    max_image_tokens=32,
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(text_files):
+    return train_tokenizer(text_files, vocab_size=300, prompt_format=True)
+
+
+def picture(shade, size=(6, 6)):
+    data = io.BytesIO()
+    Image.new("RGB", size, (shade, 255 - shade, 7)).save(data, "PNG")
+    return ImagePart(data.getvalue(), f"picture {shade}")
+
+
+def samples(count=12):
+    """Pairs, documents with two images, conversations."""
+    for i in range(count):
+        if i % 3 == 0:
+            yield Sample(f"{i}", parts=(picture(i), TextPart("thou art grey")))
+        elif i % 3 == 1:
+            between = TextPart(" and ", trains=False)
+            parts = (TextPart("lo "), picture(i, (18, 6)), between, picture(i + 1), TextPart(" so"))
+            yield Sample(f"{i}", parts=parts)
+        else:
+            turns = [Turn("user", (picture(i), TextPart("What?"))), Turn("assistant", ())]
+            turns[1] = replace(turns[1], parts=(TextPart("A sea"),))
+            yield Sample(f"{i}", turns=tuple(turns))
+
+
+@pytest.fixture(scope="module")
+def shards(tokenizer, tmp_path_factory):
+    out = tmp_path_factory.mktemp("images") / "shards"
+    return prepare_image_shards(samples(), tokenizer, VISION, out, max_tokens=64)
+
+
+def learned(tokenizer, sample):
+    return tokenizer.decode(sample.tokens[sample.targets].tolist())
+
+
+def test_ids_targets_and_pixels(tokenizer, shards):
+    assert len(shards) == 12
+    image = tokenizer.special_id(IMAGE)
+    eos = tokenizer.decode([1])
+    pair, document, talk = (shards.read(i) for i in range(3))
+    assert learned(tokenizer, pair) == f"thou art grey{eos}"
+    assert learned(tokenizer, document) == f"lo  so{eos}"
+    assert learned(tokenizer, talk) == f"A sea{eos}"
+    for sample in (pair, document, talk):
+        spans = sum(grid.span_length for grid in sample.grids)
+        assert (sample.tokens == image).sum() == spans
+        assert not sample.targets[sample.tokens == image].any()
+    want = process_image(load_image(picture(0).data), VISION)
+    assert np.array_equal(pair.pixels, want.pixels.numpy())
+    assert document.grids == (grid_of(18, 6, VISION), grid_of(6, 6, VISION))
+    counts = shards.index
+    assert counts.text_tokens + counts.image_tokens == sum(shards.lengths)
+    assert counts.targets == sum(int(shards.read(i).targets.sum()) for i in range(12))
+
+
+def test_a_long_sample_is_left_out(tokenizer, tmp_path, caplog):
+    long = Sample("long", parts=(picture(3), TextPart("word " * 200)))
+    some = prepare_image_shards(
+        [long, *samples(1)], tokenizer, VISION, tmp_path / "out", max_tokens=40
+    )
+    assert len(some) == 1
+    assert "long has" in caplog.text
+    with pytest.raises(DataError, match="nothing to learn"):
+        prepare_image_shards([long], tokenizer, VISION, tmp_path / "none", max_tokens=40)
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        (Sample("s:4", parts=(ImagePart(b"no", "s.png"),)), "s:4: s.png: cannot be read as an"),
+        (Sample("s:5", turns=(Turn("user", (TextPart("a"),)),)), "s:5: a conversation must end"),
+        (Sample("s:6", turns=(Turn("king", (TextPart("a"),)),)), "s:6: role is 'king', must be"),
+    ],
+)
+def test_a_bad_sample_is_named(tokenizer, tmp_path, sample, message):
+    with pytest.raises(DataError, match=re.escape(message)):
+        prepare_image_shards([sample], tokenizer, VISION, tmp_path / "out", max_tokens=40)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_damage_is_noticed(tokenizer, shards, tmp_path):
+    folder = tmp_path / "copy"
+    prepare_image_shards(samples(2), tokenizer, VISION, folder, max_tokens=64)
+    data = (folder / "pixels.bin").read_bytes()
+    (folder / "pixels.bin").write_bytes(data[:-1] + b"\xaa")
+    with pytest.raises(DataError, match="does not have the hash"):
+        ImageShards(folder)
+    (folder / "pixels.bin").write_bytes(data[:-1])
+    with pytest.raises(DataError, match="truncated"):
+        ImageShards(folder)
+    (folder / "index.json").write_text("{}")
+    with pytest.raises(DataError, match="not an index of image-text shards"):
+        ImageShards(folder)
+    with pytest.raises(DataError, match="was prepared for images of"):
+        shards.check(tokenizer, replace(VISION, min_pixels=100))
+
+
+def test_every_epoch_holds_every_sample_once(shards):
+    batches = ImageBatches(shards, bin_tokens=64, seed=1)
+    steps = len(batches.bins)
+    assert sorted(i for own in batches.bins for i in own) == list(range(12))
+    first = [batches.batch(step).ids for step in range(steps)]
+    assert sum(map(len, first)) == sum(shards.lengths)
+    assert max(map(len, first)) <= 64
+    second = [batches.batch(steps + step).ids for step in range(steps)]
+    assert {tuple(ids.tolist()) for ids in first} == {tuple(ids.tolist()) for ids in second}
+    assert [tuple(i.tolist()) for i in first] != [tuple(i.tolist()) for i in second]
+    again = ImageBatches(shards, bin_tokens=64, seed=1).batch(3)
+    assert torch.equal(again.ids, first[3])
+    with pytest.raises(InputError, match="a step has room for 8"):
+        ImageBatches(shards, bin_tokens=8, seed=1)
+
+
+def test_best_fit_by_hand():
+    sizes = [6, 5, 4, 3, 2]
+    assert best_fit(list(enumerate(sizes)), 10) == [[0, 2], [1, 3, 4]]
+
+
+@pytest.fixture(scope="module")
+def run(text_files, tokenizer, shards, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    text = prepare_shards(text_files, tokenizer, folder / "text")
+    base = mini_run(text, folder / "out", batch_tokens=96, sequence_length=16, image_share=0.67)
+    image = tokenizer.special_id(IMAGE)
+    model = replace(base.model, vision=VISION, image_token_id=image)
+    return replace(base, model=model, images=shards.folder, train=replace(base.train, tokens=576))
+
+
+def test_a_run_learns_from_both(run, tmp_path):
+    trainer = Trainer(replace(run, out=tmp_path / "out"), resume=False)
+    before = {n: p.clone() for n, p in trainer.model.named_parameters()}
+    trainer.fit()
+    records = read_log(tmp_path / "out")
+    assert all(record["image_tokens"] > 0 for record in records)
+    assert all(record["balance"].keys() == {"text", "image"} for record in records)
+    moved = {n for n, p in trainer.model.named_parameters() if not torch.equal(p, before[n])}
+    assert {n for n in before if n.startswith("vision.")} <= moved
+    assert {n for n in before if n.endswith("bias_vl")} <= moved
+    loaded = load_model(tmp_path / "out" / "checkpoint")
+    assert torch.equal(loaded.vision.newline, trainer.model.vision.newline)
+
+
+def test_a_resumed_run_goes_on_alike(run, tmp_path):
+    Trainer(replace(run, out=tmp_path / "whole"), resume=False).fit()
+    part = Trainer(replace(run, out=tmp_path / "part"), resume=False)
+    part.run.out.mkdir()
+    for _ in range(3):
+        part._advance()
+    part.save()
+    Trainer(replace(run, out=tmp_path / "part"), resume=True).fit()
+    assert read_log(tmp_path / "part") == read_log(tmp_path / "whole")[3:]
+
+
+def test_image_positions_are_learned_only_where_asked(run):
+    trainer = Trainer(run, resume=False)
+    packed = trainer.batches.batch(0).beside(trainer.images.batch(0))
+    image = run.model.image_token_id
+    assert not packed.targets[packed.ids == image].any()
+    assert packed.targets[: trainer.batches.rows_per_batch * 16].all()
