@@ -1,10 +1,11 @@
 """The encoder, beyond the vectors: turns, reasoning, headers, tasks, tools, images."""
 
 import dataclasses
+import json
 
 import pytest
 
-from openv41.prompt import Conversation, Image, Message, PromptError, ToolCall, encode
+from openv41.prompt import Conversation, Image, Message, Parameter, PromptError, ToolCall, encode
 from tests.prompt.format import (
     ASSISTANT,
     BOS,
@@ -230,6 +231,14 @@ def test_arguments_given_as_an_object():
         "f", parameter("a", "x", True), parameter("b", "[1, null]", False), parameter("c", 1, True)
     )
     assert text_after_header(render(U, asked)) == f"<think></think>\n\n{block(want)}{EOS}"
+
+
+def test_arguments_are_decoded_twice_at_most():
+    once = json.dumps({"a": 1})
+    twice, thrice = json.dumps(once), json.dumps(json.dumps(once))
+    for arguments in (once, twice):
+        assert ToolCall("f", arguments).parameters == (Parameter("a", "1", False),)
+    assert ToolCall("f", thrice).parameters == (Parameter("arguments", thrice, True),)
 
 
 @pytest.mark.parametrize(

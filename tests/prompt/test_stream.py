@@ -259,6 +259,12 @@ def test_arguments_are_told_while_they_are_written():
     assert parser.feed(' "quoted"\n') == [ArgumentsDelta(0, r" \"quoted\"\n")]
 
 
+def test_a_broken_tag_does_not_hold_back_the_next_one():
+    parser = StreamParser("calls", new_id=numbered)
+    assert parser.feed(f"<{D} invoke nam") == []
+    assert parser.feed(f'>\n<{D} invoke name="f">') == [CallStart(0, "id0", "f")]
+
+
 def test_ids_of_calls_are_fresh():
     starts = []
     for _ in range(2):

@@ -168,7 +168,7 @@ class StreamParser:
                 return False
             self._text = self._text.partition(SEALED_DSML)[2][len(CALLS) :]
             self._state = "calls"
-        elif marker == SEALED_EOS or (marker == SEALED_THINK_END and self._state == "reasoning"):
+        elif marker in (SEALED_EOS, SEALED_THINK_END):
             yield from self._tell(place)
             self._text = self._text[1:]
             if marker == SEALED_EOS:
