@@ -176,7 +176,8 @@ class StreamParser:
             else:
                 self._state = "content"
         else:  # out of place
-            self._text = self._text[:place] + self._text[place + 1 :]
+            yield from self._tell(_lead_start(self._text[:place]))
+            self._text = self._text.replace(marker, "", 1)
         return True
 
     def _tell(self, length: int) -> Iterator[Event]:
