@@ -18,7 +18,13 @@ def make_model(folder):
     (folder / "text").write_text("abc")
     tokenizer = train_tokenizer([folder / "text"], vocab_size=259)
     return ServedModel(
-        name="echo", tokenizer=tokenizer, bos_id=BOS, eos_id=EOS, max_length=MAX_LENGTH, created=1
+        name="echo",
+        tokenizer=tokenizer,
+        bos_id=BOS,
+        eos_id=EOS,
+        max_length=MAX_LENGTH,
+        created=1,
+        num_tokens=tokenizer.vocab_size,
     )
 
 
@@ -58,6 +64,9 @@ class FakeBackend:
             prefill_rows=13,
             prefill_rows_skipped=14,
             preemptions=15,
+            images_encoded=20,
+            image_hits=21,
+            image_bytes=22,
             engram_rows=16,
             engram_hits=17,
             engram_bytes=18,

@@ -151,6 +151,7 @@ class Engine:
                 self.num_tokens,
                 request.prompt,
                 banned=[config.image_token_id] if config.vision else [],
+                guide=None if request.constraint is None else request.constraint.begin(),
             ),
             text=TextStream(self.tokenizer, request.stop),
             sink=sink,

@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from torch import Tensor
 
+from openv41.engine.constraint import Constraint
 from openv41.engine.sampler import SamplingConfig
 from openv41.errors import ConfigError
 from openv41.io.image_processor import ProcessedImage
@@ -35,13 +36,14 @@ class Request:
     ``images`` stand in the order of the prompt, which holds the image token once for each position
     of their spans. ``logprobs`` and ``prompt_logprobs`` count the alternatives listed beside each
     token's own log-probability; None lists nothing. ``choices`` are discrete choices to replay, as
-    recorded by ``record_choices``.
+    recorded by ``record_choices``. ``constraint`` says which tokens the answer may hold.
     """
 
     prompt: tuple[int, ...]
     max_tokens: int
     images: tuple[ProcessedImage, ...] = ()
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    constraint: Constraint | None = None
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from openv41.engine.constraint import Guide
 from openv41.errors import ConfigError, InputError, OpenV41Error
 
 
@@ -20,9 +21,10 @@ class LogitsError(OpenV41Error, ArithmeticError):
 class SamplingConfig:
     """How a token is drawn; temperature 0 takes the most likely one.
 
-    Order: logit bias; repetition, frequency and presence penalty; temperature; min_p; top_k;
-    top_p. Shares of the probability are those left by the steps before. Log-probabilities
-    (``engine/logprobs.py``) are of the model's own logits, before all of these.
+    Order: logit bias; repetition, frequency and presence penalty; tokens that a constraint forbids
+    are out; temperature; min_p; top_k; top_p. Shares of the probability are those left by the steps
+    before. Log-probabilities (``engine/logprobs.py``) are of the model's own logits, before all of
+    these.
     """
 
     temperature: float = 1.0
@@ -81,8 +83,12 @@ class Sampler:
         prompt: Sequence[int] = (),
         *,
         banned: Sequence[int] = (),
+        guide: Guide | None = None,
     ) -> None:
-        """Ids below ``num_tokens`` can be drawn, but for ``banned``; others do not matter."""
+        """Ids below ``num_tokens`` can be drawn, but for ``banned``; others do not matter.
+
+        ``guide`` tells which of them fit next; it hears of every token drawn.
+        """
         if outside := [t for t, _ in config.logit_bias if not 0 <= t < num_tokens]:
             raise InputError(
                 f"logit_bias names tokens {outside}; ids that can be drawn are from 0 to "
@@ -91,6 +97,7 @@ class Sampler:
         self.config = config
         self.num_tokens = num_tokens
         self._banned = torch.tensor([t for t in banned if t < num_tokens], dtype=torch.int64)
+        self._guide = guide
         self._generator = torch.Generator().manual_seed(config.seed)
         self._biased = torch.tensor([t for t, _ in config.logit_bias], dtype=torch.int64)
         self._bias = torch.tensor([bias for _, bias in config.logit_bias], dtype=torch.float64)
@@ -108,7 +115,9 @@ class Sampler:
         assert len(logits) == self.num_tokens, f"{len(logits)} logits, not {self.num_tokens}"
         scores = logits.to("cpu", torch.float64, copy=True)
         check_logits(scores, "the next token")
-        token = self._pick(self._penalised(scores))
+        token = self._pick(self._fitting(self._penalised(scores)))
+        if self._guide is not None:
+            self._guide.accept(token)
         if self._seen is not None:
             self._seen[token] = True
         if self._counts is not None:
@@ -126,6 +135,19 @@ class Sampler:
         if self._counts is not None:
             scores -= self.config.frequency_penalty * self._counts
             scores -= self.config.presence_penalty * (self._counts > 0)
+        return scores
+
+    def _fitting(self, scores: Float[Tensor, " V"]) -> Float[Tensor, " V"]:
+        """Rule out what the constraint forbids."""
+        allowed = None if self._guide is None else self._guide.allowed()
+        if allowed is None:
+            return scores
+        scores = scores.masked_fill(~allowed, -torch.inf)
+        if scores.max() == -torch.inf:
+            raise LogitsError(
+                f"none of the {int(allowed.sum())} tokens that the constraint allows next can be "
+                "drawn: the model or the request rules them out"
+            )
         return scores
 
     def _pick(self, scores: Float[Tensor, " V"]) -> int:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "tool_calls"]
 
 
 class Usage(BaseModel):
@@ -79,11 +79,44 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
+class CallFunction(BaseModel):
+    """What a call calls; ``arguments`` is JSON, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CallFunction
+
+
+class FunctionPiece(BaseModel):
+    """A piece of a call's function."""
+
+    name: str | None = None
+    arguments: str
+
+
+class CallPiece(BaseModel):
+    """A piece of a call; the first one of each call tells its id and name."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionPiece
+
+
 class ChatMessage(BaseModel):
     """What the assistant says."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
     refusal: None = None
 
 
@@ -92,6 +125,8 @@ class ChatDelta(BaseModel):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallPiece] | None = None
 
 
 class ChatChoice(BaseModel):

@@ -16,6 +16,7 @@ from openv41.server.guard import Guard
 from openv41.server.lifecycle import Lifecycle
 from openv41.server.limits import Gate, Limits
 from openv41.server.metrics import MEDIA_TYPE, Metrics
+from openv41.server.pictures import Pictures
 from openv41.server.schemas import FIELDS, ChatBody, CompletionBody
 from openv41.server.streaming import Answering, Service
 
@@ -24,9 +25,14 @@ ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for stat
 
 
 def make_service(
-    backend: Backend, model: ServedModel, *, limits: Limits, stats: Callable[[], object]
+    backend: Backend,
+    model: ServedModel,
+    *,
+    limits: Limits,
+    stats: Callable[[], object],
+    pictures: Pictures | None = None,
 ) -> Service:
-    """Put together what answers need."""
+    """Put together what answers need; ``pictures`` None: images from data URLs alone."""
     gate = Gate(limits)
     return Service(
         backend=backend,
@@ -35,6 +41,7 @@ def make_service(
         gate=gate,
         lifecycle=Lifecycle(),
         metrics=Metrics(stats, gate),
+        pictures=Pictures() if pictures is None else pictures,
     )
 
 

@@ -1,13 +1,20 @@
 """What the server needs of an engine and of its model."""
 
+import functools
+import logging
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from openv41.config import VisionConfig
 from openv41.engine.engine import Engine
+from openv41.engine.grammar import GrammarCompiler
+from openv41.engine.prompt_format import missing_tokens
 from openv41.engine.request import Event, Request
 from openv41.io.tokenizer import TextTokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @runtime_checkable  # the tests check annotations
@@ -34,6 +41,9 @@ class ServedModel:
     eos_id: int
     max_length: int  # tokens of prompt and answer together
     created: int  # seconds since 1970
+    num_tokens: int  # ids that can be drawn
+    vision: VisionConfig | None = None
+    image_token_id: int = -1
 
     @classmethod
     def of(cls, engine: Engine, name: str) -> "ServedModel":
@@ -46,7 +56,27 @@ class ServedModel:
             eos_id=config.eos_token_id,
             max_length=min(config.max_position, cache.num_pages * cache.page_size),
             created=int(time.time()),
+            num_tokens=engine.num_tokens,
+            vision=config.vision,
+            image_token_id=config.image_token_id,
         )
+
+    @functools.cached_property
+    def has_format(self) -> bool:
+        """Whether chats are rendered in the prompt format, else as plain transcripts."""
+        missing = missing_tokens(self.tokenizer)
+        if missing:
+            logger.warning(
+                "chats are rendered as plain transcripts, without reasoning, tools and images: "
+                "the tokenizer lacks the special tokens %s",
+                ", ".join(f"{text!a}" for text in missing),
+            )
+        return not missing
+
+    @functools.cached_property
+    def grammars(self) -> GrammarCompiler:
+        """What compiles the constraints of answers."""
+        return GrammarCompiler(self.tokenizer, self.num_tokens, self.eos_id)
 
     def token_bytes(self, token: int) -> bytes:
         """Bytes of a token; none for an id that the vocabulary leaves out."""

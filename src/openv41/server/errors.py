@@ -9,7 +9,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from openv41.errors import ConfigError, InputError, OverloadedError
+from openv41.errors import ConfigError, ImageError, InputError, OverloadedError, PromptError
 
 logger = logging.getLogger(__name__)
 
@@ -66,14 +66,21 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, OverloadedError):
         return ApiError(429, str(error), code="overloaded")
-    if isinstance(error, ConfigError):
-        return ApiError(400, "; ".join(error.problems), code="invalid_value")
-    if isinstance(error, InputError):
-        return ApiError(400, str(error), code="invalid_value")
+    if isinstance(error, (ConfigError, ImageError, InputError, PromptError)):
+        return _refusal(error)
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail))
     logger.error("a request failed", exc_info=error)
     return internal_error()
+
+
+def _refusal(error: ConfigError | ImageError | InputError | PromptError) -> ApiError:
+    if isinstance(error, ConfigError):
+        return ApiError(400, "; ".join(error.problems), code="invalid_value")
+    if isinstance(error, ImageError):
+        return ApiError(400, str(error), code="invalid_image", param="messages")
+    param = "messages" if str(error).startswith("messages[") else None
+    return ApiError(400, str(error), code="invalid_value", param=param)
 
 
 def internal_error() -> ApiError:

@@ -10,15 +10,6 @@ from pydantic import BaseModel
 
 from openv41.engine.request import Event, FinishReason, TokenLogprob
 from openv41.server.answers import (
-    Alternative,
-    ChatChoice,
-    ChatChunk,
-    ChatCompletion,
-    ChatDelta,
-    ChatLogprob,
-    ChatLogprobs,
-    ChatMessage,
-    ChatPiece,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
@@ -29,7 +20,7 @@ from openv41.server.answers import (
 )
 from openv41.server.backend import ServedModel
 from openv41.server.jobs import Job
-from openv41.server.schemas import ChatBody, CompletionBody, Sampling
+from openv41.server.schemas import CompletionBody, Sampling
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -110,7 +101,7 @@ class Format(ABC):
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def _top(self, top: Sequence[TokenLogprob]) -> dict[str, float]:
-        return {self._spell(t.token): _finite(t.logprob) for t in top}
+        return {self._spell(t.token): finite(t.logprob) for t in top}
 
     def _prompt_logprobs(self, events: Sequence[Event]) -> PromptLogprobs:
         places: PromptLogprobs = []
@@ -118,7 +109,7 @@ class Format(ABC):
             shown = [*top[: self.most_prompt_logprobs], *([] if own is None else [own])]
             tokens = {
                 str(t.token): PromptToken(
-                    logprob=_finite(t.logprob), decoded_token=self._spell(t.token)
+                    logprob=finite(t.logprob), decoded_token=self._spell(t.token)
                 )
                 for t in shown
             }
@@ -185,7 +176,7 @@ class CompletionFormat(Format):
                 self._add(logprobs, self._offsets[index], event.logprob, event.top)
             self._offsets[index] += len(event.text)
         text += "".join(event.text for event in events)
-        finish = _finish(events)
+        finish = finish_of(events)
         return CompletionChoice(
             index=index, text=text, logprobs=logprobs, finish_reason=finish, **extras
         )
@@ -210,108 +201,13 @@ class CompletionFormat(Format):
     ) -> None:
         logprobs.text_offset.append(offset)
         logprobs.tokens.append(self._spell(token if own is None else own.token))
-        logprobs.token_logprobs.append(None if own is None else _finite(own.logprob))
+        logprobs.token_logprobs.append(None if own is None else finite(own.logprob))
         listed = self._top([*top[: self.logprobs], *([] if own is None else [own])])
         logprobs.top_logprobs.append(listed if own is not None and self.logprobs else None)
 
 
-class ChatFormat(Format):
-    """Answers of ``/v1/chat/completions``."""
-
-    prefix = "chatcmpl"
-
-    def __init__(self, body: ChatBody, job: Job, model: ServedModel) -> None:
-        super().__init__(body, job, model)
-        self.logprobs = bool(body.logprobs)
-        self.most = body.top_logprobs or 0
-
-    def opening(self, index: int) -> BaseModel | None:
-        """Name the role."""
-        delta = ChatDelta(role="assistant", content="")
-        choice = ChatPiece(index=index, delta=delta, logprobs=None, finish_reason=None)
-        ids = {"prompt_token_ids": list(self.job.prompts[0].tokens)} if self.return_ids else {}
-        return self._chunk(choice, ids)
-
-    def piece(self, index: int, event: Event) -> BaseModel | None:
-        """Text of one event."""
-        if self._is_silent(event):
-            return None
-        has_text = bool(event.text) or event.token is not None
-        choice = ChatPiece(
-            index=index,
-            delta=ChatDelta(content=event.text) if has_text else ChatDelta(),
-            logprobs=self._logprobs([event]) if event.logprob is not None else None,
-            finish_reason=_finish([event]),
-            **self._extras([event]),
-        )
-        return self._chunk(choice, {})
-
-    def _chunk(self, choice: ChatPiece, extras: dict[str, Any]) -> ChatChunk:
-        return ChatChunk(
-            **self._about,
-            object="chat.completion.chunk",
-            choices=[choice],
-            **self._piece_extras(),
-            **extras,
-        )
-
-    def closing(self) -> BaseModel:
-        """Usage counts."""
-        return ChatChunk(
-            **self._about, object="chat.completion.chunk", choices=[], usage=self.usage()
-        )
-
-    def whole(self, events: Sequence[Sequence[Event]]) -> BaseModel:
-        """Every choice from all of its events."""
-        choices = [
-            ChatChoice(
-                index=index,
-                message=ChatMessage(
-                    role="assistant", content="".join(e.text for e in own), refusal=None
-                ),
-                logprobs=self._logprobs(own),
-                finish_reason=_finish(own),
-                **self._extras(own),
-            )
-            for index, own in enumerate(events)
-        ]
-        extras: dict[str, Any] = {}
-        if self.return_ids:
-            extras["prompt_token_ids"] = list(self.job.prompts[0].tokens)
-        if self.with_prompt_logprobs:
-            extras["prompt_logprobs"] = self._prompt_logprobs(events[0])
-        return ChatCompletion(
-            **self._about, object="chat.completion", choices=choices, usage=self.usage(), **extras
-        )
-
-    def _logprobs(self, events: Sequence[Event]) -> ChatLogprobs | None:
-        if not self.logprobs:
-            return None
-        content = []
-        for event in events:
-            if event.logprob is not None:
-                alternatives = [self._alternative(t) for t in event.top[: self.most]]
-                own = self._alternative(event.logprob).model_dump()
-                content.append(ChatLogprob(**own, top_logprobs=alternatives))
-        return ChatLogprobs(content=content, refusal=None)
-
-    def _alternative(self, token: TokenLogprob) -> Alternative:
-        return Alternative(
-            token=self._spell(token.token),
-            logprob=_finite(token.logprob),
-            bytes=list(self.model.token_bytes(token.token)),
-        )
-
-
-def format_of(body: Sampling, job: Job, model: ServedModel) -> Format:
-    """Choose the format of the answer to a body."""
-    if isinstance(body, CompletionBody):
-        return CompletionFormat(body, job, model)
-    assert isinstance(body, ChatBody), f"no format for {type(body).__name__}"
-    return ChatFormat(body, job, model)
-
-
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can hold."""
     return max(logprob, LEAST_LOGPROB)
 
 
@@ -319,7 +215,8 @@ def _tokens(events: Sequence[Event]) -> list[int]:
     return [event.token for event in events if event.token is not None]
 
 
-def _finish(events: Sequence[Event]) -> Finish | None:
+def finish_of(events: Sequence[Event]) -> Finish | None:
+    """Why the last of some events ended a choice, if it did."""
     reason = events[-1].finish_reason if events else None
     if reason is None:
         return None

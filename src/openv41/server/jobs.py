@@ -5,12 +5,17 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from openv41.engine.constraint import Constraint
+from openv41.engine.prompt_format import prompt_ids
 from openv41.engine.request import Request
 from openv41.engine.sampler import SamplingConfig
+from openv41.io.image_processor import ProcessedImage
+from openv41.prompt import Section
 from openv41.server.backend import ServedModel
-from openv41.server.chat_template import render_chat
+from openv41.server.conversation import read_chat, read_transcript
 from openv41.server.errors import ApiError
 from openv41.server.limits import Limits
+from openv41.server.pictures import Pictures
 from openv41.server.schemas import ChatBody, CompletionBody, Sampling
 
 DEFAULT_TOKENS = 16  # of a completion, as in OpenAI's API; a chat goes on until it ends
@@ -24,6 +29,9 @@ class Prompt:
     tokens: tuple[int, ...]
     text: str = ""
     num_added: int = 0  # tokens at the start that no text stands for
+    images: tuple[ProcessedImage, ...] = ()
+    section: Section | None = None  # where an answer in the prompt format starts
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +71,13 @@ def check_body(body: Sampling, model: ServedModel, limits: Limits) -> None:
         )
 
 
-async def plan_job(body: Sampling, model: ServedModel, limits: Limits) -> Job:
+async def plan_job(body: Sampling, model: ServedModel, limits: Limits, pictures: Pictures) -> Job:
     """Tokenize the prompts beside the event loop and set up one request per choice."""
     if isinstance(body, CompletionBody):
         prompts = await asyncio.to_thread(_completion_prompts, body, model)
     else:
         assert isinstance(body, ChatBody), f"no plan for {type(body).__name__}"
-        prompts = (await asyncio.to_thread(_chat_prompt, body, model),)
+        prompts = (await _chat_prompt(body, model, limits, pictures),)
     requests = []
     for prompt in prompts:
         count = _max_tokens(body, len(prompt.tokens), model, limits)
@@ -97,7 +105,9 @@ def _completion_prompts(body: CompletionBody, model: ServedModel) -> tuple[Promp
     return tuple(prompts)
 
 
-def _chat_prompt(body: ChatBody, model: ServedModel) -> Prompt:
+async def _chat_prompt(
+    body: ChatBody, model: ServedModel, limits: Limits, pictures: Pictures
+) -> Prompt:
     if body.add_special_tokens:  # the template has written BOS already
         raise ApiError(
             400,
@@ -105,8 +115,28 @@ def _chat_prompt(body: ChatBody, model: ServedModel) -> Prompt:
             code="invalid_value",
             param="add_special_tokens",
         )
-    messages = [(message.role, message.text) for message in body.messages]
-    return Prompt(tokens=render_chat(messages, model))
+    if not model.has_format:
+        tokens, constraint = await asyncio.to_thread(read_transcript, body, model)
+        return Prompt(tokens=tokens, constraint=constraint)
+    chat = await asyncio.to_thread(read_chat, body, model)
+    images: tuple[ProcessedImage, ...] = ()
+    if chat.pictures:
+        if model.vision is None:
+            text = f"{chat.pictures[0].name}: this model sees no images"
+            raise ApiError(400, text, code="invalid_value", param="messages")
+        if (count := len(chat.pictures)) > limits.max_images:
+            text = f"the chat has {count} images, must be at most {limits.max_images}"
+            raise ApiError(400, text, code="too_many_images", param="messages")
+        images = await pictures.load(chat.pictures, model.vision)
+    tokens = await asyncio.to_thread(
+        prompt_ids, chat.prompt, model.tokenizer, images, image_token_id=model.image_token_id
+    )
+    return Prompt(
+        tokens=tokens,
+        images=images,
+        section=chat.prompt.section or "content",
+        constraint=chat.constraint,
+    )
 
 
 def _check_tokens(tokens: Sequence[int], model: ServedModel, param: str) -> None:
@@ -163,6 +193,8 @@ def _request(
     return Request(
         prompt=prompt.tokens,
         max_tokens=max_tokens,
+        images=prompt.images,
+        constraint=prompt.constraint,
         sampling=_sampling(body, seed, model),
         stop=body.stops,
         stop_ids=stop_ids,

@@ -34,7 +34,8 @@ TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Ignored = Annotated[JsonValue, Field(description="Accepted and ignored.")]
-Neutral = Annotated[JsonValue, Field(description="Accepted with its neutral value only.")]
+_NEUTRAL_NOTE = "Accepted with its neutral value only."
+Neutral = Annotated[JsonValue, Field(description=_NEUTRAL_NOTE)]
 
 
 def _kind_of_prompt(value: object) -> str | None:
@@ -81,23 +82,17 @@ NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "min_tokens": ((None, 0), "use ignore_eos with max_tokens"),
     "include_stop_str_in_output": ((None, False), "stop strings are always left out"),
     "truncate_prompt_tokens": ((None,), "shorten the prompt"),
-    "tools": ((None, []), "tools are not supported"),
-    "tool_choice": ((None, "none", "auto"), "tools are not supported"),
-    "parallel_tool_calls": ((None, True, False), "tools are not supported"),
-    "functions": ((None, []), "tools are not supported"),
-    "function_call": ((None, "none", "auto"), "tools are not supported"),
-    "tool_calls": ((None, []), "tools are not supported"),
+    "functions": ((None, []), "use tools"),
+    "function_call": ((None, "none", "auto"), "use tool_choice"),
+    "file_id": ((None,), "files are not stored; send file_data"),
     "annotations": ((None, []), "annotations are not supported"),
     "refusal": ((None,), "refusals are not supported"),
     "audio": ((None,), "audio is not supported"),
     "modalities": ((None, ["text"]), "only text is supported"),
     "prediction": ((None,), "predicted outputs are not supported"),
     "web_search_options": ((None,), "web search is not supported"),
-    "reasoning_effort": ((None, "none"), "the chat template has no reasoning"),
-    "response_format": ((None, {"type": "text"}), "only text is supported"),
+    "response_format": ((None, {"type": "text"}), "only chats have formats"),
     "chat_template": ((None,), "the server's own template is used"),
-    "add_generation_prompt": ((None, True), "the template ends with the assistant's turn"),
-    "continue_final_message": ((None, False), "the template ends with the assistant's turn"),
 }
 
 
@@ -110,9 +105,10 @@ class Body(BaseModel):
     @classmethod
     def _refuse(cls, data: object) -> object:
         if isinstance(data, Mapping):
-            for name in NEUTRAL.keys() & data.keys() & cls.model_fields.keys():
+            fields = cls.model_fields
+            for name in NEUTRAL.keys() & data.keys() & fields.keys():
                 allowed, reason = NEUTRAL[name]
-                if data[name] not in allowed:
+                if fields[name].description == _NEUTRAL_NOTE and data[name] not in allowed:
                     raise ValueError(f"{name} cannot be used here: {reason}")
         return data
 
@@ -163,7 +159,6 @@ class Sampling(Body):
     min_tokens: Neutral = None
     include_stop_str_in_output: Neutral = None
     truncate_prompt_tokens: Neutral = None
-    response_format: Neutral = None
 
     @model_validator(mode="after")
     def _check_stream(self) -> "Sampling":
@@ -194,6 +189,7 @@ class CompletionBody(Sampling):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
     suffix: Neutral = None
+    response_format: Neutral = None
 
     @model_validator(mode="after")
     def _check_best_of(self) -> "CompletionBody":
@@ -213,40 +209,104 @@ class CompletionBody(Sampling):
 
 
 class TextPart(Body):
-    """A piece of a message."""
+    """A piece of text."""
 
     type: Literal["text"]
     text: Text
 
 
+class ImageUrl(Body):
+    """Where an image is: in a data URL, or on the web."""
+
+    url: Text
+    detail: Ignored = None
+
+
+class ImagePart(Body):
+    """An image."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+class FileData(Body):
+    """Bytes of a file, as base64 or as a data URL."""
+
+    file_data: Text
+    filename: Text | None = None
+    file_id: Neutral = None
+
+
+class FilePart(Body):
+    """An image as a file."""
+
+    type: Literal["file"]
+    file: FileData
+
+
+Part = Annotated[TextPart | ImagePart | FilePart, Field(discriminator="type")]
 Content = Annotated[
-    Annotated[Text, Tag("text")] | Annotated[list[TextPart], Tag("list")],
+    Annotated[Text, Tag("text")] | Annotated[list[Part], Tag("list")],
     Discriminator(
         _kind_of_text,
         custom_error_type="content_type",
-        custom_error_message="must be a text or a list of text parts",
+        custom_error_message="must be a text or a list of parts",
     ),
 ]
+
+
+class Function(Body):
+    """What a call calls; ``arguments`` is JSON."""
+
+    name: Text
+    arguments: Text
+
+
+class Call(Body):
+    """A call that an assistant made."""
+
+    id: Text | None = None
+    type: Literal["function"] | None = None
+    function: Function
+    index: Ignored = None
 
 
 class Message(Body):
     """A message of a chat; what an answer of this server holds may be sent back as it is."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    role: Literal["system", "developer", "user", "assistant", "tool", "latest_reminder"]
+    content: Content | None = None
+    reasoning_content: Text | None = None
+    tool_calls: list[Call] | None = None
+    tool_call_id: Text | None = None
+    prefix: bool | None = None
+    task: Text | None = None
     name: Ignored = None
-    tool_calls: Neutral = None
     function_call: Neutral = None
     annotations: Neutral = None
     refusal: Neutral = None
     audio: Neutral = None
 
-    @property
-    def text(self) -> str:
-        """The content in one piece."""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
+    @model_validator(mode="after")
+    def _check_content(self) -> "Message":
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a {self.role} message needs content")
+        return self
+
+
+class Thinking(Body):
+    """Whether the model reasons before it answers, as DeepSeek's API has it."""
+
+    type: Literal["enabled", "disabled"]
+
+
+class TemplateOptions(Body):
+    """The same and more, as clients of vLLM send it."""
+
+    thinking: bool | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: JsonValue = None
+    drop_thinking: bool | None = None
 
 
 class ChatBody(Sampling):
@@ -256,25 +316,30 @@ class ChatBody(Sampling):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: list[dict[str, JsonValue]] | None = None
+    tool_choice: Text | dict[str, JsonValue] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, JsonValue] | None = None
+    reasoning_effort: JsonValue = None
+    thinking: Thinking | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     verbosity: Ignored = None
-    tools: Neutral = None
-    tool_choice: Neutral = None
-    parallel_tool_calls: Neutral = None
     functions: Neutral = None
     function_call: Neutral = None
     audio: Neutral = None
     modalities: Neutral = None
     prediction: Neutral = None
     web_search_options: Neutral = None
-    reasoning_effort: Neutral = None
     chat_template: Neutral = None
-    add_generation_prompt: Neutral = None
-    continue_final_message: Neutral = None
 
     @model_validator(mode="after")
-    def _check_logprobs(self) -> "ChatBody":
+    def _check_options(self) -> "ChatBody":
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ValueError("add_generation_prompt and continue_final_message exclude each other")
         return self
 
 

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from openv41.engine.request import Event, FinishReason, Request
 from openv41.server.backend import Backend, ServedModel
+from openv41.server.chat_format import ChatFormat
 from openv41.server.errors import (
     ApiError,
     as_api_error,
@@ -20,12 +21,13 @@ from openv41.server.errors import (
     error_response,
     internal_error,
 )
-from openv41.server.formats import format_of
-from openv41.server.jobs import check_body, num_choices, plan_job
+from openv41.server.formats import CompletionFormat, Format
+from openv41.server.jobs import Job, check_body, num_choices, plan_job
 from openv41.server.lifecycle import Lifecycle
 from openv41.server.limits import Gate, Limits
 from openv41.server.metrics import Metrics
-from openv41.server.schemas import Sampling
+from openv41.server.pictures import Pictures
+from openv41.server.schemas import ChatBody, CompletionBody, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ class Service:
     gate: Gate
     lifecycle: Lifecycle
     metrics: Metrics
+    pictures: Pictures
 
 
 class Answering(Response):
@@ -102,8 +105,8 @@ class Answering(Response):
         service, body = self._service, self._asked
         check_body(body, service.model, service.limits)
         with service.gate.admit(num_choices(body)):
-            job = await plan_job(body, service.model, service.limits)
-            form = format_of(body, job, service.model)
+            job = await plan_job(body, service.model, service.limits, service.pictures)
+            form = _format_of(body, job, service.model)
             events: list[list[Event]] = [[] for _ in job.requests]
             async with aclosing(self._events(job.requests)) as found:
                 async for index, event in found:
@@ -206,6 +209,13 @@ class _Line:
             ]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+
+
+def _format_of(body: Sampling, job: Job, model: ServedModel) -> Format:
+    if isinstance(body, CompletionBody):
+        return CompletionFormat(body, job, model)
+    assert isinstance(body, ChatBody), f"no format for {type(body).__name__}"
+    return ChatFormat(body, job, model)
 
 
 async def _closable(service: Service, request: Request) -> AsyncGenerator[Event, None]:

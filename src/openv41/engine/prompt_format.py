@@ -1,0 +1,90 @@
+"""Between the prompt format and the engine: prompts to tokens, answers to what they say."""
+
+import codecs
+from collections import deque
+from collections.abc import Sequence
+
+from openv41.engine.request import Event
+from openv41.errors import InputError
+from openv41.io.image_processor import ProcessedImage
+from openv41.io.tokenizer import TextTokenizer
+from openv41.prompt import Event as Said
+from openv41.prompt import Prompt, Section, StreamParser, TextDelta
+from openv41.prompt.tokens import ASSISTANT, BOS, DSML, EOS, IMAGE, SYSTEM, THINK, THINK_END, USER
+
+NEEDED = (BOS, EOS, SYSTEM, USER, ASSISTANT, THINK, THINK_END, DSML)
+
+
+def missing_tokens(tokenizer: TextTokenizer) -> tuple[str, ...]:
+    """Special tokens of the prompt format that a tokenizer lacks."""
+    return tuple(text for text in NEEDED if not tokenizer.has_special(text))
+
+
+def prompt_ids(
+    prompt: Prompt,
+    tokenizer: TextTokenizer,
+    images: Sequence[ProcessedImage] = (),
+    *,
+    image_token_id: int,
+) -> tuple[int, ...]:
+    """Token ids of a prompt, each image's placeholder as often as its span is long."""
+    assert len(images) == len(prompt.images), f"{len(images)} of {len(prompt.images)} images"
+    ids = prompt.token_ids(tokenizer)
+    if not images:
+        return tuple(ids)
+    placeholder, rest = tokenizer.special_id(IMAGE), iter(images)
+    if placeholder != image_token_id:
+        raise InputError(
+            f"the tokenizer's image token is {placeholder}, the model's is {image_token_id}: "
+            "the checkpoint's tokenizer.json and config.json do not belong together"
+        )
+    spans = (
+        [token] * next(rest).grid.span_length if token == placeholder else [token] for token in ids
+    )
+    return tuple(token for span in spans for token in span)
+
+
+class AnswerReader:
+    """Reads the events of one answer and tells what each says.
+
+    Only special tokens that the model drew are markers; their spelling in text is text. ``section``
+    is where the answer starts; None: it is plain text, without any markers.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, section: Section | None) -> None:
+        self._tokenizer = tokenizer
+        self._parser = None if section is None else StreamParser(section)
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._coming: deque[tuple[int, bool]] = deque()  # lengths of texts drawn but not yet told
+        self._begun = ""  # of a special token that is told in parts
+
+    def read(self, event: Event) -> list[Said]:
+        """What an event of the engine adds."""
+        if self._parser is None:
+            return [TextDelta(event.text)] if event.text else []
+        if event.token is not None:
+            self._expect(event.token)
+        said: list[Said] = []
+        text = event.text
+        while text:
+            length, is_special = self._coming.popleft() if self._coming else (len(text), False)
+            part, text = text[:length], text[length:]
+            if len(part) < length:
+                self._coming.appendleft((length - len(part), is_special))
+            if is_special and len(part) < length:
+                self._begun += part
+                continue
+            said += self._parser.feed(self._begun + part if is_special else part, is_special)
+            self._begun = "" if is_special else self._begun
+        if event.finish_reason is not None:
+            said += self._parser.finish()
+        return said
+
+    def _expect(self, token: int) -> None:
+        """Note the text that a token stands for; some of it may come with a later event."""
+        data = self._tokenizer.token_bytes(token)
+        length = len(self._decoder.decode(data))
+        own = len(data.decode()) if self._tokenizer.is_special(token) else 0
+        for part, is_special in ((length - own, False), (own, True)):
+            if part:
+                self._coming.append((part, is_special))
