@@ -22,6 +22,7 @@ def test_trace_has_the_names_shapes_and_dtypes_of_the_golden_file(golden, mode):
     assert {n: (t.shape, t.dtype) for n, t in got.items()} == {
         n: (t.shape, t.dtype) for n, t in want.items()
     }
+    assert torch.equal(got["subset_positions"], want["subset_positions"])
 
 
 def test_float_tensors_are_within_the_bound(golden):

@@ -76,6 +76,16 @@ def test_an_image_is_the_same_alone_and_in_any_company(dtype):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("numerics", "want"), [(EXACT, [12, 6]), (NumericsConfig(), [18])])
+def test_the_deterministic_mode_encodes_images_one_at_a_time(numerics, want):
+    """Stock functions may round by the place in an array; so the bits hold on every device."""
+    tower, passes = seeing_model(2, numerics=numerics).vision, []
+    tower.encoder.register_forward_hook(lambda *args: passes.append(len(args[2])))
+    tower(patches(), GRIDS)
+    assert passes == want
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("patch", [(0, 0), (0, 3), (1, 5), (4, 6), (3, 2)])
 def test_a_bright_patch_lands_in_its_cell(patch):
     """Blocks that mix nothing; a grid that is not square, with a ragged edge."""

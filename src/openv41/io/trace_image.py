@@ -45,7 +45,7 @@ def trace_image(model: CausalEncoderDecoder, inputs: Inputs, mode: str) -> dict[
     store, probe = DenseStore(model.config.compress_ratios), Probe()
     length = len(images.ids)
     output = model(Batch(images.ids, (0,), (0,), (length,), torch.cat(spans)), store, probe=probe)
-    rows = _subset(length)
+    rows = _subset(length, mode)
     traced |= _forward_values(model, {**probe.values, "logits": model.logits(output.hidden)}, rows)
     traced |= _decode(model, store, inputs.text_ids[DECODED], length)
     if mode == "f32qat":
@@ -85,9 +85,10 @@ def _decode(
     return {"decode_ids": ids, "decode_logits": torch.stack([logits for logits, _ in steps])}
 
 
-def _subset(length: int) -> Int[Tensor, " subset"]:
-    """Rows at both edges, and some between them."""
-    middle = torch.linspace(EDGE - 1, length - EDGE, MIDDLE, dtype=torch.float64).round().long()
+def _subset(length: int, mode: str) -> Int[Tensor, " subset"]:
+    """Rows at both edges, and some between them; the golden "released" rows come from bfloat16."""
+    dtype = torch.bfloat16 if mode == "released" else torch.float64
+    middle = torch.linspace(EDGE - 1, length - EDGE, MIDDLE, dtype=dtype).round().long()
     edges = torch.arange(EDGE), torch.arange(length - EDGE, length)
     return torch.tensor(
         sorted({r for r in torch.cat([*edges, middle]).tolist() if 0 <= r < length})
