@@ -81,7 +81,10 @@ WRONG_MODELS = [
     ({"engram": replace(tiny().engram, layer_ids=(1, 9))}, r"engram.layer_ids names layers \[9\]"),
     ({"engram": replace(tiny().engram, pad_token_id=2000)}, r"engram.pad_token_id is 2000, outsi"),
     ({"engram": replace(tiny().engram, compressed_vocab_size=2000)}, r"at most vocab_size \(1024"),
-    ({"vision": VisionConfig(**VISION)}, r"image_token_id is 129264, outside the vocabulary"),
+    (
+        {"vision": VisionConfig(**VISION), "image_token_id": 1024},
+        r"image_token_id is 1024, outside the vocabulary",
+    ),
     ({"dspark": DsparkConfig(**DSPARK | {"noise_token_id": 1024})}, r"noise_token_id is 1024, out"),
     ({"dspark": DsparkConfig(**DSPARK | {"target_layer_ids": (8,)})}, r"names layers \[8\], there"),
     (
@@ -164,4 +167,5 @@ def test_as_dict_nests_and_turns_tuples_into_lists():
     out = as_dict(tiny())
     assert out["attention"]["yarn"]["original_max_position"] == 512
     assert out["compress_ratios"] == [0, 2, 2, 2, 1, 1, 1, 1]
-    assert out["vision"] is None
+    assert out["vision"]["patch_size"] == 14
+    assert out["dspark"] is None

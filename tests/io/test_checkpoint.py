@@ -231,7 +231,8 @@ def test_the_index_counts_the_payload_and_names_every_file(small):
     tensors = tools.read_tensors(small)
     assert index["metadata"]["total_size"] == sum(len(tools.raw(t)) for t in tensors.values())
     files = sorted(small.glob("*.safetensors"))
-    assert len(files) == 1 + 8 + 1 + 2  # embedding, layers, head and norm, n-gram memories
+    # image part, embedding, layers, head and norm, n-gram memories
+    assert len(files) == 1 + 1 + 8 + 1 + 2
     assert index["weight_map"].keys() == tensors.keys()
     assert set(index["weight_map"].values()) == {file.name for file in files}
     for file in files:

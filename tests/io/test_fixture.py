@@ -13,7 +13,13 @@ from openv41.errors import InputError
 from openv41.io.checkpoint import load_model
 from openv41.io.compare import compare_tensors
 from openv41.io.engram_map import compress_vocabulary
-from openv41.io.fixture import FixtureOptions, fixture_config, make_fixture, toy_tokenizer
+from openv41.io.fixture import (
+    FixtureOptions,
+    draw_inputs,
+    fixture_config,
+    make_fixture,
+    toy_tokenizer,
+)
 from openv41.io.hf_config import read_config, read_variant
 from openv41.io.tensor_files import read_metadata, read_tensors
 from openv41.io.trace import run_case
@@ -123,12 +129,14 @@ def test_another_seed_gives_other_weights_and_tokens(tmp_path):
     assert not torch.equal(*ids)
 
 
-def test_a_model_without_eyes_has_no_image_case(tmp_path):
-    small = {"vocab_size": 64, "hidden_size": 32, "num_experts": 2, "length": 64}
-    make_fixture(tmp_path / "x", FixtureOptions(preset="tiny", outputs=False, **small))
-    inputs = read_tensors(tmp_path / "x" / "inputs.safetensors")
-    config = read_config(tmp_path / "x" / "checkpoint")
-    assert ("image_ids" in inputs) == (config.vision is not None)
+def test_a_model_without_eyes_has_no_image_case():
+    config, _ = fixture_config(SMALL)
+    seeing, blind = (draw_inputs(c, SMALL) for c in (config, replace(config, vision=None)))
+    images = {name for name in seeing if name.startswith("image")}
+    assert {"image_ids", "image0.patches", "image1.patches", "image_grids_llm"} < images
+    assert blind.keys() == seeing.keys() - images
+    for name, value in blind.items():
+        assert torch.equal(value, seeing[name]), name
 
 
 @pytest.mark.parametrize(("quantised", "variant"), [(True, "released"), (False, "bfloat16")])
