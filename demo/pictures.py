@@ -13,12 +13,9 @@ from demo import settings
 from openv41.io.atomic import write_atomic
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-WORDS = (
-    *("king", "queen", "sword", "crown", "love", "night", "blood", "heaven", "fool", "ghost"),
-    *("heart", "honour", "sleep", "storm", "letter", "battle", "father", "daughter", "rose", "sea"),
-)
+WORDS = ("king", "queen", "sword", "crown", "love", "night", "blood", "heaven", "fool", "ghost")
 DIGIT_QUESTION, WORD_QUESTION = "What digit is this?", "What word is this?"
-WORD_SIZE, FONT_SIZE = (84, 42), 17
+WORD_SIZE, FONT_SIZE = (84, 42), 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +67,7 @@ def draw_words(count: int) -> Iterator[tuple[Image.Image, str]]:
     maker, font = random.Random(settings.SEED), ImageFont.load_default(FONT_SIZE)
     for number in range(count):
         word = WORDS[number % len(WORDS)]
-        image = Image.new("L", WORD_SIZE, maker.randint(0, 70))
-        place = maker.randint(3, 6), maker.randint(10, 13)
-        ImageDraw.Draw(image).text(place, word, fill=maker.randint(170, 255), font=font)
+        image = Image.new("L", WORD_SIZE, maker.randint(0, 40))
+        place = maker.randint(3, 5), maker.randint(9, 11)
+        ImageDraw.Draw(image).text(place, word, fill=maker.randint(200, 255), font=font)
         yield image, word

@@ -28,7 +28,7 @@ def test_a_chain_through_every_variant_keeps_every_value(small, tmp_path):
         target = tmp_path / f"{step}"
         result = run(folder, target, "--to", to)
         assert result.exit_code == 0, result.stderr
-        assert result.stdout.startswith(f"{target}: {to}, 12 files, ")
+        assert result.stdout.startswith(f"{target}: {to}, 13 files, ")
         folder = target
     got, config = formats.read_checkpoint(folder)
     want, same_config = formats.read_checkpoint(small)

@@ -5,6 +5,7 @@ import torch
 
 from openv41 import Batch, CausalEncoderDecoder, init_weights, preset
 from openv41.config import NUMERICS
+from openv41.image_grid import ImageGrid
 from openv41.model.cache import DenseStore
 from tests.close import assert_close
 
@@ -24,7 +25,7 @@ def model_on(device, numerics="f32", dtype=torch.float32):
 
 @pytest.fixture
 def ids():
-    return torch.randint(0, 1024, (300,))
+    return torch.randint(4, 1024, (300,))  # 3 stands for images
 
 
 @torch.no_grad()
@@ -69,3 +70,19 @@ def test_bfloat16_trains_and_keeps_its_islands(ids):
         if parameter.grad is not None:
             assert parameter.grad.isfinite().all(), name
     assert model.layers[0].moe.shared.w1.weight.grad.abs().sum() > 0
+
+
+@torch.no_grad()
+def test_images_on_the_gpu_equal_those_on_the_cpu(ids):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    grids = [ImageGrid(7, 5, 3), ImageGrid(3, 11, 3)]
+    patches = torch.rand(sum(g.num_patches for g in grids), 3, 14, 14) * 2 - 1
+    ids[50 : 50 + sum(g.span_length for g in grids)] = preset("tiny").image_token_id
+    found = {}
+    for device in ("cpu", "cuda"):
+        model = model_on(device)
+        embeds = model.vision(patches.to(device), grids)
+        batch = Batch.packed(ids.to(device), [200, 100], embeds)
+        found[device] = embeds.cpu(), model.logits(model(batch).hidden).cpu()
+    for name, got, want in zip(("spans", "logits"), found["cuda"], found["cpu"], strict=True):
+        assert_close(name, got, want, rtol=1e-3, atol=1e-3)

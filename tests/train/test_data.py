@@ -84,19 +84,19 @@ def test_epoch_counts_passes(shards):
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 63, 64, 65, 300])
 def test_shuffle_is_a_permutation(size):
     for key in (0, 1, (1 << 64) - 1):
-        assert sorted(data._shuffled(i, size, key) for i in range(size)) == list(range(size))
+        assert sorted(data.shuffled(i, size, key) for i in range(size)) == list(range(size))
 
 
 def test_shuffle_has_no_visible_order():
     """Neighbours end up apart, and two keys give unrelated orders."""
     size = 512
-    first, second = ([data._shuffled(i, size, key) for i in range(size)] for key in (5, 6))
+    first, second = ([data.shuffled(i, size, key) for i in range(size)] for key in (5, 6))
     rises = sum(a < b for a, b in pairwise(first))
     assert abs(rises - size / 2) < 6 * math.sqrt(size / 12)
     mean = (size - 1) / 2
     covariance = sum((a - mean) * (b - mean) for a, b in zip(first, second, strict=True)) / size
     assert abs(covariance) < 6 * (size**2 / 12) / math.sqrt(size)
-    assert data._shuffled(10**17, 10**18, 5) < 10**18
+    assert data.shuffled(10**17, 10**18, 5) < 10**18
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from openv41.cli.convert import convert
 from openv41.cli.data import data_app
 from openv41.cli.fixture import fixture
 from openv41.cli.generate import generate
+from openv41.cli.inspect import inspect_app
 from openv41.cli.plan import plan
 from openv41.cli.serve import serve
 from openv41.cli.tokenizer import tokenizer_app
@@ -70,6 +71,7 @@ def _root(
 
 
 app.add_typer(data_app, name="data")
+app.add_typer(inspect_app, name="inspect")
 app.add_typer(tokenizer_app, name="tokenizer")
 app.command()(compare)
 app.command()(convert)

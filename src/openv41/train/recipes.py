@@ -18,6 +18,7 @@ from openv41.train.config import TrainConfig
 from openv41.train.overrides import apply_settings, field_paths, parse_settings, unknown_path
 
 FROM_TOKENIZER = ("vocab_size", "engram.compressed_vocab_size")
+NO_TOKEN = 129264  # the released image token, outside any small vocabulary
 TABLE_ROWS = "engram.num_embeddings"  # follows from the other Engram settings
 
 
@@ -52,7 +53,8 @@ def configure(
 
 
 def _text_only(model: ModelConfig) -> ModelConfig:
-    return replace(model, vision=None, dspark=None)
+    """Without image and drafter parts, and with no token that stands for an image."""
+    return replace(model, vision=None, dspark=None, image_token_id=NO_TOKEN)
 
 
 def _with_images(model: ModelConfig, name: str, tokenizer: TextTokenizer) -> ModelConfig:
