@@ -8,9 +8,18 @@ MODULES = {
     "nemo-automodel": ("tests.peers.nemo_peer", "NemoPeer"),
 }
 PEERS = ("mlx-vlm", "nemo-automodel")
+PARTS = {  # peers of one part: images, prompts
+    "timm": "tests.peers.timm_peer",
+    "deepseek-recipe": "tests.peers.recipe_peer",
+}
 
 
 def implementation(name):
     """Return (class, version, cases); raises whatever the import raises."""
     module = importlib.import_module(MODULES[name][0])
     return getattr(module, MODULES[name][1]), module.VERSION, module.CASES
+
+
+def part_lines(name):
+    """Return the function that yields a part's comparisons; raises whatever the import raises."""
+    return importlib.import_module(PARTS[name]).lines

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.record import record
 from tests.peers.agreement import agreement_lines
-from tests.peers.load import PEERS, implementation
+from tests.peers.load import PARTS, PEERS, implementation, part_lines
 from tests.peers.speed import speed_lines
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -42,8 +42,19 @@ def agreement(goldens):
             kind, version, _ = implementation(name)
             peers[name] = kind, version
         except Exception as error:  # whatever keeps a peer from loading is the result
-            yield {"peer": name, "status": "not run", "reason": f"{type(error).__name__}: {error}"}
+            yield _not_run(name, error)
     yield from agreement_lines(implementation("openv41")[0], peers, goldens)
+    for name in PARTS:
+        try:
+            lines = part_lines(name)
+        except Exception as error:  # as above
+            yield _not_run(name, error)
+        else:
+            yield from lines()
+
+
+def _not_run(name, error):
+    return {"peer": name, "status": "not run", "reason": f"{type(error).__name__}: {error}"}
 
 
 def write(name, kind, lines):
