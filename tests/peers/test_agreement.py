@@ -61,7 +61,9 @@ def test_every_recorded_comparison_agrees(recorded):
 
 
 def test_recorded_vision_encoders_are_within_the_bound(recorded):
-    for line in of_peer(recorded, "timm"):
+    lines = of_peer(recorded, "timm")
+    assert [line["shape"] for line in lines] == ["small", "released width, 2 blocks"]
+    for line in lines:
         assert (line["version"], line["bound"]) == ("1.0.31", 1e-4)
         assert line["sizes"] == len(line["cases"]) >= 50
         for case in line["cases"]:
