@@ -2,6 +2,8 @@
 
 import importlib
 
+import torch
+
 MODULES = {
     "openv41": ("tests.peers.our_model", "OurModel"),
     "mlx-vlm": ("tests.peers.mlx_peer", "MlxPeer"),
@@ -12,6 +14,13 @@ PARTS = {  # peers of one part: images, prompts
     "timm": "tests.peers.timm_peer",
     "deepseek-recipe": "tests.peers.recipe_peer",
 }
+
+if torch.version.cuda is None:
+    # PyPI's torchvision, which timm and transformers import, has a compiled part that needs CUDA's
+    # libraries. None of its operators is called, so declaring those it expects is enough.
+    for _operator in ("nms", "qnms"):
+        _inputs = "Tensor dets, Tensor scores, float iou_threshold"
+        torch.library.define(f"torchvision::{_operator}", f"({_inputs}) -> Tensor")
 
 
 def implementation(name):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 import torch
+from timm.models.deepseek_vit import DeepseekVitEncoder, checkpoint_filter_fn_encoder
 from torch.nn import functional as F  # noqa: N812
 
 from openv41.config import NUMERICS, VisionConfig
@@ -17,18 +18,6 @@ from openv41.model.image_tower import ImageTower
 
 NAME = "timm"
 VERSION = version(NAME)
-if torch.version.cuda is None:
-    # torchvision's compiled part needs CUDA's libraries; timm imports it and calls none of its
-    # operators here, so a declaration is enough.
-    for operator in ("nms", "qnms"):
-        inputs = "Tensor dets, Tensor scores, float iou_threshold"
-        torch.library.define(f"torchvision::{operator}", f"({inputs}) -> Tensor")
-
-from timm.models.deepseek_vit import (  # noqa: E402
-    DeepseekVitEncoder,
-    checkpoint_filter_fn_encoder,
-)
-
 SEED = 0
 SIZES = 50
 LONGEST = 420  # side of an image in pixels, 30 patches
