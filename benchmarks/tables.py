@@ -1,4 +1,4 @@
-"""The tables in docs/engine.md, made from the recorded lines: `python -m benchmarks.tables`."""
+"""The tables in the docs, made from the recorded lines: `python -m benchmarks.tables`."""
 
 import json
 import re
@@ -6,7 +6,7 @@ import re
 from benchmarks.record import REPOSITORY, RESULTS
 from openv41.io.atomic import write_atomic
 
-PAGE = REPOSITORY / "docs" / "engine.md"
+DOCS = REPOSITORY / "docs"
 MARKED = r"(<!-- table {name} -->\n).*?(<!-- end -->)"
 CASES = {
     "prefill": "prefill of {tokens} tokens, engine",
@@ -57,25 +57,48 @@ def ced_prefill() -> list[tuple[str, ...]]:
     ]
 
 
-TABLES = {"peers_speed": peers, "ced_prefill": ced_prefill}
+def modality_balance() -> list[tuple[str, ...]]:
+    """Each kind of bias: means over the seeds, and from where to where they go."""
+    rows = [("routing bias", "tokens", "max / mean load", "worst layer", "entropy", "loss")]
+    lines = read("modality_balance")
+    for bias in ("one per modality", "one for all"):
+        runs = [line for line in lines if line["bias"] == bias]
+        for kind in ("text", "image"):
+            names = ("max_over_mean", "max_over_mean_worst_layer", "entropy")
+            found = [_spread(runs, f"{kind}_{name}") for name in names]
+            rows.append((bias, kind, *found, _spread(runs, "loss")))
+    return rows
 
 
-def filled(text: str) -> str:
-    """The page with every table as the lines have it."""
-    for name, make in TABLES.items():
+def _spread(runs: list[dict[str, object]], name: str) -> str:
+    values = [float(str(run[name])) for run in runs]
+    return f"{sum(values) / len(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+PAGES = {
+    "engine.md": {"peers_speed": peers, "ced_prefill": ced_prefill},
+    "images.md": {"modality_balance": modality_balance},
+}
+
+
+def filled(page: str) -> str:
+    """A page with every table as the lines have it."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    for name, make in PAGES[page].items():
         head, *rows = make()
         lines = [head, ("---",) * len(head), *rows]
         table = "".join(f"| {' | '.join(row)} |\n" for row in lines)
         text, found = re.subn(
             MARKED.format(name=name), rf"\g<1>{table}\g<2>", text, flags=re.DOTALL
         )
-        assert found == 1, f"{PAGE.name}: {found} places for table {name}"
+        assert found == 1, f"{page}: {found} places for table {name}"
     return text
 
 
 def main() -> None:
-    """Write the page."""
-    write_atomic(PAGE, filled(PAGE.read_text(encoding="utf-8")).encode())
+    """Write the pages."""
+    for page in PAGES:
+        write_atomic(DOCS / page, filled(page).encode())
 
 
 if __name__ == "__main__":
