@@ -3,6 +3,8 @@
 from typer.testing import CliRunner
 
 from openv41.cli.main import app
+from openv41.prompt.tokens import THINK_END
+from tests.server.seeing import make_seeing, png
 from tests.server.tiny import make_checkpoint
 
 
@@ -21,3 +23,32 @@ def test_a_conversation(tmp_path):
     assert "found in the cache" in result.stderr
     assert "0 of the last prompt's found" not in result.stderr
     assert "no command /what: /new starts afresh" in result.stderr
+
+
+def test_a_conversation_in_the_prompt_format(tmp_path):
+    """Reasoning goes to stderr, answers to stdout; an image stands before its message."""
+    checkpoint = make_seeing(tmp_path, std=0.3)
+    (tmp_path / "cat.png").write_bytes(png(1))
+    (tmp_path / "dog.png").write_bytes(b"no image")
+    lines = ["question", "/image " + str(tmp_path / "cat.png"), "question", "/stats"]
+    lines += ["/image " + str(tmp_path / "dog.png"), "/image " + str(tmp_path / "none.png")]
+    runs = {}
+    for mode in ("--thinking", "--no-thinking"):
+        options = (mode, "--temperature", "0", "--max-tokens", "6", "--numerics", "f32")
+        runs[mode] = CliRunner().invoke(
+            app, ["chat", str(checkpoint), *options], input="\n".join(lines) + "\n"
+        )
+        assert runs[mode].exit_code == 0, runs[mode].stderr
+        assert "dog.png: cannot be read as an image" in runs[mode].stderr
+        assert "none.png: cannot be read" in runs[mode].stderr
+        assert "plain transcript" not in runs[mode].stderr
+    assert runs["--thinking"].stdout == "\n\n"  # it never stops reasoning
+    answers = runs["--no-thinking"].stdout.split("\n")
+    assert all(answers[:2])
+    assert THINK_END not in runs["--no-thinking"].stdout
+
+
+def test_an_effort_that_is_none(tmp_path):
+    result = CliRunner().invoke(app, ["chat", str(tmp_path), "--effort", "medium"])
+    assert result.exit_code == 2
+    assert "must be an integer from 1 to 100 or one of low, high, max" in result.stderr

@@ -51,9 +51,11 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(model, *, api_key=None, **limits):
+def running(model, *, api_key=None, pictures=None, **limits):
     backend = FakeBackend(model)
-    service = make_service(backend, model, limits=Limits(**limits), stats=backend.stats)
+    service = make_service(
+        backend, model, limits=Limits(**limits), stats=backend.stats, pictures=pictures
+    )
     with served(service, api_key=api_key) as server:
         yield server
     assert backend.is_started

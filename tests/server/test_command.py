@@ -15,7 +15,7 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     result = run()
     assert result.exit_code == 2
-    assert "needs fastapi, prometheus_client, pydantic, uvicorn" in result.stderr
+    assert "needs fastapi, h11, prometheus_client, pydantic, uvicorn" in result.stderr
     assert "run pip install 'openv41[serve]'" in result.stderr
 
 

@@ -20,7 +20,7 @@ from openv41.model.prefill import PrefillMode
 if TYPE_CHECKING:
     from openv41.server.limits import Limits
 
-EXTRA = ("fastapi", "prometheus_client", "pydantic", "uvicorn")
+EXTRA = ("fastapi", "h11", "prometheus_client", "pydantic", "uvicorn")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 Checkpoint = Annotated[Path, typer.Argument(help="Folder of the checkpoint.")]
@@ -42,6 +42,10 @@ Queue = Annotated[int, typer.Option(help="Sequences that may wait for that.")]
 PromptTokens = Annotated[int | None, typer.Option(help="Longest prompt; else what fits.")]
 OutputTokens = Annotated[int | None, typer.Option(help="Longest answer; else what fits.")]
 Choices = Annotated[int, typer.Option(help="Prompts times n of one request.")]
+Images = Annotated[int, typer.Option(help="Images of one chat.")]
+Remote = Annotated[
+    bool, typer.Option("--allow-remote-images", help="Fetch images from https URLs.")
+]
 Body = Annotated[int, typer.Option(help="Largest body of a request, in MiB.")]
 RequestSeconds = Annotated[float, typer.Option(help="Longest time of an answer.")]
 DrainSeconds = Annotated[float, typer.Option(help="Time to finish answers after a signal.")]
@@ -66,6 +70,8 @@ def serve(
     max_prompt_tokens: PromptTokens = None,
     max_output_tokens: OutputTokens = None,
     max_choices: Choices = 128,
+    max_images: Images = 64,
+    allow_remote_images: Remote = False,
     max_body_mib: Body = 16,
     request_seconds: RequestSeconds = 600.0,
     drain_seconds: DrainSeconds = 30.0,
@@ -78,6 +84,7 @@ def serve(
         max_prompt_tokens=max_prompt_tokens,
         max_output_tokens=max_output_tokens,
         max_choices=max_choices,
+        max_images=max_images,
         max_concurrency=max_concurrency,
         max_queue=max_queue,
         max_body_bytes=max_body_mib << 20,
@@ -97,24 +104,38 @@ def serve(
         checkpoint, config=config, numerics=rounding, device=resolve_device(device)
     )
     name = name or checkpoint.resolve().name
-    _serve(engine, name, limits, host=host, port=port, api_key=api_key)
+    address = (host, port)
+    _serve(engine, name, limits, address, api_key=api_key, allow_remote=allow_remote_images)
 
 
 def _serve(
-    engine: Engine, name: str, limits: "Limits", *, host: str, port: int, api_key: str | None
+    engine: Engine,
+    name: str,
+    limits: "Limits",
+    address: tuple[str, int],
+    *,
+    api_key: str | None,
+    allow_remote: bool,
 ) -> None:
     from openv41.server.app import make_service  # noqa: PLC0415 -- an optional extra
     from openv41.server.backend import ServedModel  # noqa: PLC0415
+    from openv41.server.pictures import Pictures  # noqa: PLC0415
+    from openv41.server.remote import RemoteImages  # noqa: PLC0415
     from openv41.server.run import serve as serve_http  # noqa: PLC0415
 
-    model = ServedModel.of(engine, name)
-    service = make_service(AsyncEngine(engine), model, limits=limits, stats=engine.stats)
+    service = make_service(
+        AsyncEngine(engine),
+        ServedModel.of(engine, name),
+        limits=limits,
+        stats=engine.stats,
+        pictures=Pictures(remote=RemoteImages() if allow_remote else None),
+    )
     serve_http(
         service,
-        host=host,
-        port=port,
+        host=address[0],
+        port=address[1],
         api_key=api_key,
-        ready=lambda address: note(f"{name} is served at {address}/v1"),
+        ready=lambda found: note(f"{name} is served at {found}/v1"),
     )
 
 

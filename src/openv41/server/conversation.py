@@ -8,6 +8,7 @@ from openv41.engine.constraint import Constraint
 from openv41.engine.grammar import AnswerConstraint, Grammar
 from openv41.engine.tool_grammar import calls_lark
 from openv41.prompt import Conversation, Prompt, encode, from_request
+from openv41.prompt import Message as Said
 from openv41.prompt.messages import schema_of
 from openv41.prompt.tokens import DSML, THINK_END
 from openv41.server.backend import ServedModel
@@ -104,7 +105,7 @@ class _Rules:
         one_tool = bool(asked.chosen_tool)  # such a choice asks for exactly one call
         self._many = body.parallel_tool_calls is not False and not one_tool
         last = asked.messages[-1]
-        self._begun = last.content if last.prefix and isinstance(last.content, str) else ""
+        self._begun = _text(last) if last.prefix else ""
 
     def constraint(self, *, is_forced: bool) -> Constraint | None:
         if not self._tools and self._schema is None:
@@ -198,6 +199,12 @@ def _part(part: Part, where: str) -> dict[str, Any]:
             "image": Picture(f"{where} ({name!a:.80})" if name else where, url),
         }
     return {"type": "text", "text": part.text}
+
+
+def _text(message: Said) -> str:
+    """Text of a message as the prompt has it."""
+    parts = [message.content] if isinstance(message.content, str) else message.content
+    return "\n\n".join(part for part in parts if isinstance(part, str))
 
 
 def _switches(body: ChatBody) -> set[bool]:
