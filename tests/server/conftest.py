@@ -1,15 +1,18 @@
 import contextlib
 import threading
 import time
+from dataclasses import replace
 
 import httpx
 import openai
 import pytest
 
+from openv41.prompt.tokens import IMAGE
 from openv41.server.app import make_service
 from openv41.server.limits import Limits
 from openv41.server.run import listen, make_server
 from tests.server.fake import FakeBackend, make_model
+from tests.server.seeing import VISION, make_tokenizer
 from tests.server.tiny import make_checkpoint
 
 PATIENCE = 5.0  # seconds that anything here may take at most
@@ -81,6 +84,26 @@ def served(service, *, api_key=None):
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def seeing(model, tmp_path_factory):
+    """A model that sees and whose chats are in the prompt format."""
+    tokenizer = make_tokenizer(tmp_path_factory.mktemp("seeing"))
+    return replace(
+        model,
+        tokenizer=tokenizer,
+        num_tokens=tokenizer.vocab_size,
+        vision=VISION,
+        image_token_id=tokenizer.special_id(IMAGE),
+        max_length=4096,
+    )
+
+
+@pytest.fixture(scope="session")
+def formatted(seeing):
+    with running(seeing) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

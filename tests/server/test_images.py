@@ -16,32 +16,14 @@ import pytest
 
 from openv41.errors import ImageError
 from openv41.io.image_processor import ImageLimits, load_image, process_image
-from openv41.prompt.tokens import IMAGE
 from openv41.server.pictures import Picture, Pictures
 from openv41.server.remote import RemoteImages, is_public
 from tests.server.conftest import running
-from tests.server.fake import make_model
-from tests.server.seeing import VISION, data_url, image_part, make_tokenizer, png
+from tests.server.seeing import VISION, data_url, image_part, png
 
 CHAT = "/v1/chat/completions"
 PEM = Path(__file__).parent / "tls" / "images.test.pem"
 PUBLIC = "93.184.215.14"
-
-
-@pytest.fixture(scope="module")
-def seeing(tmp_path_factory):
-    """A model that sees, for the backend that repeats prompts."""
-    folder = tmp_path_factory.mktemp("seeing")
-    tokenizer = make_tokenizer(folder)
-    model = make_model(folder)
-    return replace(
-        model,
-        tokenizer=tokenizer,
-        num_tokens=tokenizer.vocab_size,
-        vision=VISION,
-        image_token_id=tokenizer.special_id(IMAGE),
-        max_length=4096,
-    )
 
 
 @pytest.fixture(scope="module")

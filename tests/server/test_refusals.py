@@ -3,6 +3,7 @@
 import http.client
 import json
 import socket
+import sys
 import threading
 import time
 
@@ -14,6 +15,9 @@ from openv41.server.limits import Limits
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+NAMED = {"type": "function", "function": {"name": "g"}}
+CALL = {"type": "function", "function": {"name": 'a"b', "arguments": "{}"}}
 
 
 def error_of(answer, status):
@@ -79,21 +83,36 @@ def test_completions_that_cannot_be(server, body, param, text):
     [
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages", "'system'"),
-        ({"messages": [{"role": "user"}]}, "messages", "messages.0.content: Field required"),
+        ({"messages": [{"role": "user"}]}, "messages", "a user message needs content"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages",
-            "Input should be 'text'",
+            "image_url.url: Field required",
         ),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "messages", "'text'"),
         ({"messages": MESSAGES, "top_logprobs": 2}, None, "top_logprobs needs logprobs"),
-        ({"messages": MESSAGES, "tools": [{}]}, None, "tools are not supported"),
+        ({"messages": MESSAGES, "tools": TOOLS}, "tools", "lacks the prompt format's special"),
+        ({"messages": MESSAGES, "thinking": {"type": "enabled"}}, "thinking", "lacks the prompt"),
+        ({"messages": MESSAGES, "reasoning_effort": "low"}, "reasoning_effort", "lacks the prompt"),
+        ({"messages": MESSAGES, "add_generation_prompt": False}, "add_generation_prompt", "lacks"),
+        ({"messages": [*MESSAGES, {"role": "tool", "content": ""}]}, "messages", "[1].role cannot"),
         (
-            {"messages": MESSAGES, "response_format": {"type": "json_object"}},
+            {"messages": MESSAGES, "response_format": {"type": "xml"}},
             None,
-            "response_format cannot be used here",
+            "must have type text, json_object, or json_schema",
         ),
         ({"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens", "writes BOS"),
-        ({"messages": [{**MESSAGES[0], "tool_calls": [1]}]}, "messages", "tools are not supported"),
+        ({"messages": [{**MESSAGES[0], "tool_calls": [1]}]}, "messages", "valid dictionary"),
+        ({"messages": MESSAGES, "functions": [{}]}, None, "functions cannot be used here: use"),
+        (
+            {
+                "messages": MESSAGES,
+                "add_generation_prompt": True,
+                "continue_final_message": True,
+            },
+            None,
+            "exclude each other",
+        ),
     ],
 )
 def test_chats_that_cannot_be(server, body, param, text):
@@ -101,6 +120,101 @@ def test_chats_that_cannot_be(server, body, param, text):
     assert error["param"] == param
     assert text in error["message"]
     assert not server.backend.seen
+
+
+def of_schema(schema):
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "text"),
+    [
+        ({"reasoning_effort": 0}, None, "effort is 0, must be an integer from 1 to 100"),
+        ({"reasoning_effort": 101}, None, "effort is 101"),
+        ({"reasoning_effort": True}, None, "effort is True"),
+        ({"reasoning_effort": 2.5}, None, "effort is 2.5"),
+        ({"reasoning_effort": "medium"}, None, "or one of low, high, max"),
+        (
+            {"thinking": {"type": "enabled"}, "chat_template_kwargs": {"thinking": False}},
+            "thinking",
+            "switches thinking both on and off",
+        ),
+        ({"thinking": {"type": "enabled"}, "reasoning_effort": "none"}, "thinking", "both on"),
+        ({"tools": [{}]}, None, "must be {'type': 'function'"),
+        ({"tools": [{"type": "code"}]}, None, "must be {'type': 'function'"),
+        ({"tools": TOOLS, "tool_choice": "always"}, None, "must be one of auto, none, required"),
+        ({"tools": TOOLS, "tool_choice": NAMED}, None, "tools: ['f']"),
+        ({"tool_choice": "required"}, None, "there are no tools to call"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]},
+            None,
+            "its parameters must be the schema of an object",
+        ),
+        ({"response_format": of_schema({"type": "strin"})}, None, "Invalid type: strin"),
+        (
+            {"response_format": of_schema({"type": "array", "uniqueItems": True})},
+            None,
+            "cannot be enforced: Unimplemented keys",
+        ),
+        ({"response_format": of_schema(7)}, None, "must have type text, json_object"),
+        (
+            {"response_format": {"type": "json_object"}, "add_generation_prompt": False},
+            None,
+            "need an answer that starts behind the prompt",
+        ),
+        ({"continue_final_message": True}, None, "only one of the assistant can be continued"),
+        (
+            {
+                "messages": [*MESSAGES, {"role": "assistant", "content": "no"}],
+                "continue_final_message": True,
+                "response_format": {"type": "json_object"},
+            },
+            None,
+            "'no', which is to be continued, does not fit",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "", "reasoning_content": "a"}]},
+            "messages",
+            "messages[0]: a user message has reasoning",
+        ),
+        (
+            {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [CALL]}]},
+            "messages",
+            "must not hold quotes",
+        ),
+        ({"messages": [{"role": "user", "content": "", "task": "sing"}]}, "messages", "task is"),
+        ({"messages": [{**MESSAGES[0], "task": "title"}]}, None, "has no special token"),
+    ],
+)
+def test_chats_that_the_format_refuses(formatted, options, param, text):
+    formatted.backend.seen.clear()
+    error = error_of(formatted.post(CHAT, json={"messages": MESSAGES, **options}), 400)
+    assert error["type"] == "invalid_request_error"
+    assert text in error["message"]
+    assert error["param"] == param
+    assert not formatted.backend.seen
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tools": TOOLS},
+        {"tools": TOOLS, "tool_choice": "required"},
+        {"response_format": {"type": "json_object"}},
+    ],
+)
+def test_without_the_grammar_library(formatted, monkeypatch, options):
+    """What cannot be enforced is refused, not ignored; all else is answered."""
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    error = error_of(formatted.post(CHAT, json={"messages": MESSAGES, **options}), 400)
+    assert "pip install 'openv41[grammar]'" in error["message"]
+    for free in (
+        {},
+        {"tools": TOOLS, "tool_choice": "none"},
+        {"response_format": {"type": "text"}},
+    ):
+        body = {"messages": MESSAGES, "max_tokens": 1, **free}
+        assert formatted.post(CHAT, json=body).status_code == 200
 
 
 @pytest.mark.parametrize(

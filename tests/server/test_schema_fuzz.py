@@ -12,6 +12,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
 
 from openv41.server.schemas import FIELDS
+from tests.server.seeing import data_url, png
 
 TEXT = st.text(st.characters(codec=None), max_size=6)
 SCALAR = st.one_of(st.none(), st.booleans(), st.integers(), st.integers(-2, 30), st.floats(), TEXT)
@@ -20,9 +21,61 @@ JSON = st.recursive(
     lambda below: st.lists(below, max_size=3) | st.dictionaries(TEXT, below, max_size=3),
     max_leaves=6,
 )
+PART = st.one_of(
+    st.fixed_dictionaries({"type": st.just("text"), "text": TEXT}),
+    st.sampled_from(["data:,a", "data:;base64,AAAA", data_url(png(1)), "https://a", ""]).map(
+        lambda url: {"type": "image_url", "image_url": {"url": url}}
+    ),
+    st.fixed_dictionaries({"type": st.just("file"), "file": st.just({"file_data": "AA=="}) | JSON}),
+)
+CALL = st.fixed_dictionaries(
+    {"function": st.fixed_dictionaries({"name": TEXT, "arguments": TEXT | st.just('{"a": 1}')})},
+    optional={"id": TEXT, "type": st.just("function")},
+)
+ROLES = ["system", "user", "assistant", "developer", "tool", "latest_reminder"]
 MESSAGE = st.fixed_dictionaries(
-    {"role": st.sampled_from(["system", "user", "assistant"]) | JSON, "content": TEXT | JSON},
-    optional={"name": JSON, "tool_calls": JSON},
+    {
+        "role": st.sampled_from(ROLES) | JSON,
+        "content": TEXT | st.lists(PART, max_size=2) | JSON,
+    },
+    optional={
+        "name": JSON,
+        "tool_calls": st.lists(CALL, max_size=2) | JSON,
+        "tool_call_id": TEXT,
+        "reasoning_content": TEXT,
+        "prefix": st.booleans(),
+        "task": st.sampled_from(["title", "action", "none"]),
+    },
+)
+TYPE = st.sampled_from(["string", "integer", "object", "array", "null", "boolean", "text"])
+SCHEMA = st.recursive(
+    st.booleans() | st.fixed_dictionaries({}, optional={"type": TYPE | st.lists(TYPE)}),
+    lambda below: st.fixed_dictionaries(
+        {},
+        optional={
+            "type": TYPE,
+            "properties": st.dictionaries(TEXT, below, max_size=2),
+            "required": st.lists(TEXT, max_size=2),
+            "anyOf": st.lists(below, max_size=2),
+            "items": below,
+            "enum": st.lists(SCALAR, max_size=2),
+            "pattern": TEXT,
+            "maxLength": st.integers(-1, 9),
+            "additionalProperties": below,
+            "$ref": st.sampled_from(["#", "#/$defs/a", "b"]),
+            "$defs": st.just({"a": {"$ref": "#/$defs/a"}}),
+        },
+    ),
+    max_leaves=5,
+)
+TOOL = st.builds(
+    lambda name, schema: {"type": "function", "function": {"name": name, "parameters": schema}},
+    TEXT,
+    SCHEMA,
+)
+FORMAT = st.one_of(
+    st.sampled_from([{"type": "text"}, {"type": "json_object"}]),
+    SCHEMA.map(lambda schema: {"type": "json_schema", "json_schema": {"schema": schema}}),
 )
 HELLO = {"role": "user", "content": "hello"}
 PROMPT = st.one_of(TEXT, st.lists(TEXT), st.lists(st.integers(-1, 260)), JSON)
@@ -37,6 +90,11 @@ SENSIBLE = {
     "max_tokens": st.integers(-1, 600),
     "stop": TEXT | st.lists(TEXT, max_size=3),
     "model": st.sampled_from(["echo", "other"]),
+    "tools": st.lists(TOOL, max_size=2) | JSON,
+    "tool_choice": st.sampled_from(["auto", "none", "required"]) | JSON,
+    "response_format": FORMAT | JSON,
+    "reasoning_effort": st.sampled_from(["low", "none", 7, 101]) | JSON,
+    "thinking": st.sampled_from([{"type": "enabled"}, {"type": "disabled"}]) | JSON,
 }
 ANY = {name: JSON for name in FIELDS if name not in SENSIBLE}
 
@@ -51,17 +109,19 @@ def bodies(required):
 
 @pytest.mark.property
 @pytest.mark.parametrize(
-    ("path", "required"),
+    ("name", "path", "required"),
     [
-        ("/v1/completions", {"prompt": PROMPT}),
-        ("/v1/chat/completions", {"messages": st.lists(MESSAGE, max_size=3)}),
+        ("shared", "/v1/completions", {"prompt": PROMPT}),
+        ("shared", "/v1/chat/completions", {"messages": st.lists(MESSAGE, max_size=3)}),
+        ("formatted", "/v1/chat/completions", {"messages": st.lists(MESSAGE, max_size=3)}),
+        ("formatted", "/v1/chat/completions", {"messages": st.just([HELLO])}),
     ],
 )
-def test_no_body_breaks_the_server(shared, path, required):
-    seen = set()
+def test_no_body_breaks_the_server(request, name, path, required):
+    seen, shared = set(), request.getfixturevalue(name)
     least = {"prompt": "a"} if path == "/v1/completions" else {"messages": [HELLO]}
 
-    @settings(max_examples=40, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60, suppress_health_check=list(HealthCheck))
     @given(bodies(st.fixed_dictionaries(required)))
     @example(least)
     def send(body):
