@@ -323,6 +323,60 @@ def test_json_schemas_say_why_they_cannot_be(compiler):
         compiler.json({"$ref": "#"})
 
 
+def chain(length):
+    """A reference to a reference to a reference."""
+    defs = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(length)}
+    return {"$ref": "#/$defs/d0", "$defs": {**defs, f"d{length}": {"type": "null"}}}
+
+
+def nested(depth):
+    schema = {"type": "null"}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        (chain(5000), "object of 5001 entries"),
+        (nested(5000), "at most 64 levels"),
+        ({"properties": {f"k{i}": {} for i in range(5000)}}, "object of 5000 entries"),
+        ({"anyOf": [{}] * 5000}, "a choice of 5000"),
+        ({"items": [[{"$ref": "#/$defs/a"}]] * 300, "$defs": {"a": {}}}, "256 references"),
+        ({"items": [[{}]] * 9000}, "10,000 parts"),
+    ],
+)
+def test_schemas_that_are_too_large(compiler, schema, reason):
+    """Such ones would take the process down."""
+    with pytest.raises(InputError, match=reason):
+        compiler.json(schema)
+    with pytest.raises(InputError, match=reason):
+        calls_lark([tool("f", {"properties": {}, "$defs": {"x": schema}})], 5)
+    with pytest.raises(InputError, match="257 tools, must be at most 256"):
+        calls_lark([tool("f")] * 257, 5)
+
+
+def test_schemas_that_are_just_not_too_large(compiler, tokenizer):
+    marker = tokenizer.special_id(DSML)
+    optional = {"properties": {f"k{i}": {"type": "null"} for i in range(256)}}
+    for seed in range(3):
+        tokens = drawn(
+            rules(
+                compiler,
+                content=compiler.json(
+                    {**optional, "type": "object", "additionalProperties": False}
+                ),
+            ),
+            seed,
+            most=9000,
+        )
+        assert set(json.loads(tokenizer.decode(tokens))) <= set(optional["properties"])
+    text = calls_lark([tool(f"f{i}", optional) for i in range(8)], marker, many=False)
+    constraint = rules(compiler, content=compiler.lark(text, "calls"))
+    assert said(tokenizer, drawn(constraint, 0, most=9000), "calls").tool_calls
+
+
 def test_the_model_must_be_able_to_go_on(compiler):
     schema = {"const": True}
     guide = rules(compiler, content=compiler.json(schema)).begin()

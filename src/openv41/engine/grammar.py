@@ -6,7 +6,7 @@ llguidance, the extra ``[grammar]``, keeps the state of the grammars and compute
 import functools
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # Blanks between the tokens of JSON: enough for indented text, never endless.
 JSON_STYLE = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,40}"}
+# Beyond these the library runs out of stack, or of items while an answer is written.
+MOST_NESTED, MOST_ENTRIES, MOST_CHOICES, MOST_REFERENCES, MOST_NODES = 64, 256, 128, 256, 10_000
 _OPENS_TAG = ord("<")
 
 
@@ -47,6 +49,7 @@ class GrammarCompiler:
 
     def json(self, schema: Mapping[str, Any]) -> Grammar:
         """Grammar of the JSON texts that fit a schema; raises InputError with what is wrong."""
+        check_size(schema, "the JSON schema")
         text = json.dumps({**schema, "x-guidance": JSON_STYLE})
         grammar = load_library().LLMatcher.grammar_from_json_schema(text)
         return self._compile(grammar, "the JSON schema")
@@ -181,6 +184,33 @@ class AnswerGuide:
         if not matcher.consume_token(token):
             raise GrammarError(
                 f"token {token} does not fit the grammar of the answer: {matcher.get_error()}"
+            )
+
+
+def check_size(schema: object, what: str) -> None:
+    """Refuse a schema that is too large to be enforced."""
+    waiting, nodes, references = [(schema, 0)], 0, 0
+    while waiting:
+        found, depth = waiting.pop()
+        nodes += 1
+        below: Iterable[object] = ()
+        if isinstance(found, Mapping):
+            references += "$ref" in found
+            choices = [found[key] for key in ("anyOf", "oneOf", "allOf") if key in found]
+            most = max((len(c) for c in choices if isinstance(c, list)), default=0)
+            if len(found) > MOST_ENTRIES or most > MOST_CHOICES:
+                raise InputError(
+                    f"{what} has an object of {len(found)} entries or a choice of {most}; at most "
+                    f"{MOST_ENTRIES} and {MOST_CHOICES} can be enforced"
+                )
+            below = found.values()
+        elif isinstance(found, list):
+            below = [item for item in found if isinstance(item, Mapping | list)]
+        waiting += [(item, depth + 1) for item in below]
+        if depth > MOST_NESTED or references > MOST_REFERENCES or nodes > MOST_NODES:
+            raise InputError(
+                f"{what} is too large to be enforced: at most {MOST_NESTED} levels, "
+                f"{MOST_REFERENCES} references and {MOST_NODES:,} parts"
             )
 
 

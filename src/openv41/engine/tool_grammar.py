@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from openv41.engine.grammar import JSON_STYLE
+from openv41.engine.grammar import JSON_STYLE, check_size
 from openv41.errors import InputError
 from openv41.prompt.messages import describe_tool
 
@@ -33,6 +33,7 @@ _UNCLEAR = ("not", "if", "then", "else", "allOf", "dependentSchemas", "dependent
 _ROOT = _NOTES | {"type", "properties", "required", "additionalProperties"}
 _DEFINITIONS = ("$defs", "definitions")
 _MOST_DEPTH = 32
+_MOST_TOOLS = 256
 
 
 def calls_lark(
@@ -52,6 +53,8 @@ def calls_lark(
         many: Whether there may be several calls.
         answer: Schema of a JSON text that may stand in place of the block.
     """
+    if len(tools) > _MOST_TOOLS:
+        raise InputError(f"{len(tools)} tools, must be at most {_MOST_TOOLS}")
     mark = f"<[{marker}]>"
     lead = " ".join(mark if part == "MARK" else _quote(part) for part in _split_marks(opening))
     names = [f"call_{number}" for number in range(len(tools))]
@@ -61,6 +64,7 @@ def calls_lark(
         f"call: {' | '.join(names)}",
     ]
     if answer is not None:
+        check_size(answer, "the JSON schema")
         rules.append(f"answer: {_json_rule(answer)}")
     for name, tool in zip(names, tools, strict=True):
         rules += _Tool(name, describe_tool(tool), mark).rules()
@@ -139,6 +143,7 @@ class _Tool:
         root = self._root
         if not isinstance(root, Mapping) or root.get("type", "object") != "object":
             raise InputError(f"{self._where}: its parameters must be the schema of an object")
+        check_size(root, self._where)
         if unknown := sorted(set(root) - _ROOT):
             raise InputError(
                 f"{self._where}: {unknown[0]!a} of its parameters cannot be enforced; allowed are "

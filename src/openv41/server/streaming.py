@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from openv41.engine.grammar import GrammarError
 from openv41.engine.request import Event, FinishReason, Request
 from openv41.server.backend import Backend, ServedModel
 from openv41.server.chat_format import ChatFormat
@@ -242,6 +243,10 @@ async def _cancel(*tasks: "asyncio.Task[object]") -> None:
 
 def _raise_if_broken(event: Event) -> None:
     if event.finish_reason is FinishReason.ERROR:
+        if (event.error or "").startswith(GrammarError.__name__):  # the schema's doing
+            raise ApiError(
+                400, "the schema became too complex to go on", code="grammar_too_complex"
+            )
         raise internal_error()  # the engine has logged it
     if event.finish_reason is FinishReason.CANCELLED:
         raise ApiError(503, "the engine gave the request up", code="cancelled")
