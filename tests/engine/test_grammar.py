@@ -274,7 +274,7 @@ def test_spelled_markers_in_text_stay_text(compiler, tokenizer):
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [
-        ({"type": "strin"}, 'type is "strin"'),
+        ({"type": "texts"}, 'type is "texts"'),
         ({"not": {}}, "'not' cannot be enforced on text"),
         ({"allOf": [{"type": "string"}, {"minLength": 1}]}, "allOf of several schemas"),
         ({"$ref": "#/properties/a"}, "must begin with '#/\\$defs/'"),

@@ -150,7 +150,7 @@ def of_schema(schema):
             None,
             "its parameters must be the schema of an object",
         ),
-        ({"response_format": of_schema({"type": "strin"})}, None, "Invalid type: strin"),
+        ({"response_format": of_schema({"type": "texts"})}, None, "Invalid type: texts"),
         (
             {"response_format": of_schema({"type": "array", "uniqueItems": True})},
             None,
