@@ -11,12 +11,14 @@ import torch
 
 from openv41.engine.grammar import AnswerConstraint, GrammarCompiler
 from openv41.engine.prompt_format import AnswerReader
-from openv41.engine.request import Event, FinishReason
+from openv41.engine.request import Event, FinishReason, Request
 from openv41.engine.sampler import LogitsError, Sampler, SamplingConfig
 from openv41.engine.tool_grammar import calls_lark
 from openv41.errors import InputError
 from openv41.prompt import ToolCall, collect, parse
 from openv41.prompt.tokens import DSML, EOS, THINK_END, Piece
+from tests.engine.mini_engine import arm, engine_of, plain_logits
+from tests.layers.mini import VOCAB
 from tests.server.seeing import make_tokenizer
 
 EOS_ID = 1
@@ -407,3 +409,59 @@ def test_without_the_library_it_says_what_to_install(tokenizer, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(InputError, match=r"pip install 'openv41\[grammar\]'"):
         GrammarCompiler(tokenizer, 10, EOS_ID).json({})
+
+
+class Counting:
+    """A constraint that needs no library: the tokens 2, 3, ... in turn, one choice each."""
+
+    def __init__(self):
+        self.begun = 0
+
+    def begin(self):
+        self.begun += 1
+        return self.Guide()
+
+    class Guide:
+        def __init__(self):
+            self.place = 0
+
+        def allowed(self):
+            mask = torch.zeros(VOCAB, dtype=torch.bool)
+            mask[[2 + 2 * self.place, 3 + 2 * self.place]] = True
+            return mask
+
+        def accept(self, token):
+            assert self.allowed()[token]
+            self.place += 1
+
+
+def test_a_preempted_request_goes_on_where_its_constraint_was():
+    """Its cache is dropped and computed anew; nothing of the answer is drawn twice."""
+    model = arm(torch.float64, bitwise=False)
+    counting = Counting()
+    requests = [
+        Request(
+            prompt=tuple(range(4, 4 + length)),
+            max_tokens=14,
+            constraint=counting,
+            sampling=SamplingConfig(seed=length),
+            logprobs=0,
+            ignore_eos=True,
+        )
+        for length in (5, 9, 7)
+    ]
+    roomy = engine_of(model)
+    wanted = roomy.generate(requests)
+    assert roomy.stats().preemptions == 0
+    tight = engine_of(model, cache={"num_pages": 9}, prefix_cache=False)
+    answers = tight.generate(requests)
+    assert tight.stats().preemptions > 0
+    assert counting.begun == 2 * len(requests)
+    for answer, want in zip(answers, wanted, strict=True):
+        assert [(token - 2) // 2 for token in answer.tokens] == list(range(14))
+        assert answer.tokens == want.tokens
+    for request, answer in zip(requests, wanted, strict=True):  # of the model, all tokens counted
+        logits = plain_logits(model, request.prompt, answer.tokens)
+        own = torch.log_softmax(logits, -1).gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+        found = torch.tensor([entry.logprob for entry in answer.logprobs], dtype=torch.float64)
+        torch.testing.assert_close(found, own, rtol=0, atol=1e-5)
