@@ -261,7 +261,7 @@ def test_arguments_are_told_while_they_are_written():
 
 def test_a_broken_tag_does_not_hold_back_the_next_one():
     parser = StreamParser("calls", new_id=numbered)
-    assert parser.feed(f"<{D} invoke nam") == []
+    assert parser.feed(f"<{D} invoke n") == []
     assert parser.feed(f'>\n<{D} invoke name="f">') == [CallStart(0, "id0", "f")]
 
 
