@@ -193,5 +193,9 @@ def test_image_positions_are_learned_only_where_asked(run):
     trainer = Trainer(run, resume=False)
     packed = trainer.batches.batch(0).beside(trainer.images.batch(0))
     image = run.model.image_token_id
-    assert not packed.targets[packed.ids == image].any()
+    spans = packed.ids == image
+    assert spans.any()
+    assert not packed.learned(None)[spans].any()
+    assert torch.equal(packed.learned(image), packed.targets | spans)
+    assert trainer.batches.batch(0).learned(image) is None  # text: all of it
     assert packed.targets[: trainer.batches.rows_per_batch * 16].all()

@@ -35,6 +35,12 @@ class PackedBatch:
         """Token ids per document."""
         return [piece.tolist() for piece in self.ids.split(list(self.lengths))]
 
+    def learned(self, also: int | None) -> Bool[Tensor, " T"] | None:
+        """Which tokens are learned, with those of the id ``also``; None for all."""
+        if self.targets is None or also is None:
+            return self.targets
+        return self.targets | (self.ids == also)
+
     def beside(self, other: "PackedBatch") -> "PackedBatch":
         """Both batches as one."""
         targets = [

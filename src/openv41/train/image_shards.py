@@ -25,7 +25,8 @@ from openv41.image_grid import ImageGrid
 from openv41.io.atomic import atomic_folder, write_atomic
 from openv41.io.tokenizer import TextTokenizer
 from openv41.train.image_samples import Sample
-from openv41.train.sample_encoder import Array, EncodedSample, SampleEncoder
+from openv41.train.mapped_arrays import map_array
+from openv41.train.sample_encoder import EncodedSample, SampleEncoder
 
 FORMAT, FORMAT_VERSION = "openv41-image-text", 1
 INDEX_FILE = "index.json"
@@ -150,7 +151,17 @@ class ImageShards:
         """Open the folder; ``verify`` reads everything once and compares the hashes."""
         self.folder = folder
         self.index = _read_index(folder / INDEX_FILE)
-        arrays = {name: self._map(name, verify=verify) for name in ARRAYS}
+        index = self.index
+        arrays = {
+            name: map_array(
+                folder / f"{name}.bin",
+                dtype,
+                index.sizes[name],
+                index.sha256[name] if verify else None,
+                "prepare the images again",
+            )
+            for name, dtype in ARRAYS.items()
+        }
         self._tokens, self._targets = arrays["tokens"], arrays["targets"]
         samples, ratio = arrays["samples"].reshape(-1, 2), self.index.vision["downsample_ratio"]
         self.lengths: list[int] = samples[:, 0].tolist()  # tokens of each sample
@@ -193,33 +204,9 @@ class ImageShards:
                 f"{wanted}; prepare the images for this model"
             )
 
-    def _map(self, name: str, *, verify: bool) -> Array:
-        path, expected = self.folder / f"{name}.bin", self.index.sizes[name]
-        try:
-            if (size := path.stat().st_size) != expected:
-                raise DataError(
-                    f"{path}: {size} bytes, the index says {expected}; the file is truncated or "
-                    "was replaced: prepare the images again"
-                )
-            if verify and _sha256(path) != self.index.sha256[name]:
-                raise DataError(
-                    f"{path}: the content does not have the hash of the index; the file is "
-                    "damaged or was replaced: prepare the images again"
-                )
-            if not expected:
-                return np.empty(0, ARRAYS[name])
-            return np.memmap(path, dtype=ARRAYS[name], mode="r")
-        except OSError as error:
-            raise DataError(f"{path}: cannot read the shard: {error.strerror}") from None
-
 
 def _bounds(counts: Iterable[int]) -> list[int]:
     return list(accumulate(counts, initial=0))
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read_index(path: Path) -> Index:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -10,12 +9,12 @@ from openv41.config import VisionConfig
 from openv41.errors import DataError, OpenV41Error
 from openv41.image_grid import ImageGrid
 from openv41.io.image_processor import ImageLimits, ProcessedImage, load_image, process_image
+from openv41.io.prompt_ids import prompt_ids
 from openv41.io.tokenizer import BOS_ID, EOS_ID, TextTokenizer
-from openv41.prompt import Conversation, Image, Message, encode
+from openv41.prompt import Conversation, Image, Message, Prompt, encode
 from openv41.prompt.tokens import IMAGE
 from openv41.train.image_samples import ImagePart, Sample, TextPart, Turn
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from openv41.train.mapped_arrays import Array
 
 
 @dataclass(frozen=True)
@@ -65,19 +64,16 @@ class SampleEncoder:
         messages = [Message(turn.role, tuple(_content(turn))) for turn in turns]
         if messages[-1].role != "assistant" or len(messages) < 2:
             raise DataError("a conversation must end with an answer of the assistant")
-        whole = encode(Conversation(messages, thinking=False))
-        asked = encode(Conversation(messages[:-1], thinking=False)).token_ids(self.tokenizer)
-        ids = whole.token_ids(self.tokenizer)
-        assert ids[: len(asked)] == asked, "an answer changed what stands before it"
+        whole, asked = (encode(Conversation(m, thinking=False)) for m in (messages, messages[:-1]))
         images = [self._image(image.source) for image in whole.images]
-        spans = iter(images)
-        expanded, learned = [], []
-        for place, token in enumerate(ids):
-            is_image = token == self.image_token_id
-            count = next(spans).grid.span_length if is_image else 1
-            expanded += [token] * count
-            learned += [place >= len(asked) and not is_image] * count
-        return self._sample(expanded, learned, images)
+        ids = self._ids(whole, images)
+        start = self._ids(asked, images[: len(asked.images)])
+        assert ids[: len(start)] == start, "an answer changed what stands before it"
+        learned = [i >= len(start) and t != self.image_token_id for i, t in enumerate(ids)]
+        return self._sample(ids, learned, images)
+
+    def _ids(self, prompt: Prompt, images: Sequence[ProcessedImage]) -> tuple[int, ...]:
+        return prompt_ids(prompt, self.tokenizer, images, image_token_id=self.image_token_id)
 
     def _image(self, part: object) -> ProcessedImage:
         assert isinstance(part, ImagePart), f"{part!r} is no image"

@@ -51,9 +51,7 @@ def train_step(
         assert model.vision is not None, "images for a model without a vision encoder"
         embeds = model.vision(scale_pixels(packed.pixels.to(device)), packed.grids)
     out = model(Batch.packed(ids, packed.lengths, embeds))
-    learned = packed.targets
-    if learned is not None and config.learn_image_tokens:
-        learned = learned | (packed.ids == model.config.image_token_id)
+    learned = packed.learned(model.config.image_token_id if config.learn_image_tokens else None)
     rows, targets = next_tokens(ids, packed.lengths, learned)
     loss = backward(model, out.hidden, rows, targets)
     grad_norm = clip_gradients(optimizer, config.optimizer.clip_norm)

@@ -16,13 +16,13 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from openv41.errors import DataError
 from openv41.io.atomic import atomic_folder, write_atomic
 from openv41.io.tokenizer import BOS_ID, EOS_ID, TextTokenizer, read_pieces
+from openv41.train.mapped_arrays import Array, map_array
 
 INDEX_FILE = "index.json"
 FORMAT, FORMAT_VERSION = "openv41-token-shards", 1
@@ -238,29 +238,11 @@ class TokenShards:
                 f"{tokenizer.where} has {tokenizer.sha256}; prepare the data with this tokenizer"
             )
 
-    def _map(self, shard: Shard, *, verify: bool) -> "np.ndarray[Any, np.dtype[Any]]":
+    def _map(self, shard: Shard, *, verify: bool) -> Array:
         """Memory map of one shard, its size and (if asked) its hash checked."""
+        size, digest = shard.tokens * self._dtype.itemsize, shard.sha256 if verify else None
         path = self.folder / shard.file
-        try:
-            size, expected = path.stat().st_size, shard.tokens * self._dtype.itemsize
-            if size != expected:
-                raise DataError(
-                    f"{path}: {size} bytes, the index says {expected}; the file is truncated or "
-                    "was replaced: prepare the data again"
-                )
-            if verify and _file_sha256(path) != shard.sha256:
-                raise DataError(
-                    f"{path}: the content does not have the hash of the index; the file is "
-                    "damaged or was replaced: prepare the data again"
-                )
-            return np.memmap(path, dtype=self._dtype, mode="r", shape=(shard.tokens,))
-        except OSError as error:
-            raise DataError(f"{path}: cannot read the shard: {error.strerror}") from None
-
-
-def _file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return map_array(path, self._dtype.str, size, digest, "prepare the data again")
 
 
 def _read_index(path: Path) -> Index:
