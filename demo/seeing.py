@@ -11,6 +11,7 @@ from openv41.engine.paged_store import CacheConfig
 from openv41.engine.request import Request
 from openv41.engine.sampler import SamplingConfig
 from openv41.io.image_processor import load_image, process_image
+from openv41.io.prompt_ids import prompt_ids
 from openv41.prompt import Conversation, Image, Message, encode
 
 SHOWN = 3
@@ -57,11 +58,9 @@ def _request(engine: Engine, picture: Picture) -> Request:
     assert config.vision is not None, "the exported model sees no images"
     image = process_image(load_image(picture.file), config.vision)
     question = Message("user", (Image(picture.file), picture.question))
-    prompt = encode(Conversation([question], thinking=False)).token_ids(engine.tokenizer)
-    place = prompt.index(config.image_token_id)
-    span = [config.image_token_id] * image.grid.span_length
+    prompt = encode(Conversation([question], thinking=False))
     return Request(
-        prompt=(*prompt[:place], *span, *prompt[place + 1 :]),
+        prompt=prompt_ids(prompt, engine.tokenizer, [image], image_token_id=config.image_token_id),
         images=(image,),
         max_tokens=ANSWER_TOKENS,
         sampling=SamplingConfig(temperature=0.0),

@@ -2,10 +2,11 @@
 
 import pytest
 
-from openv41.engine.prompt_format import AnswerReader, missing_tokens, prompt_ids
+from openv41.engine.prompt_format import AnswerReader, missing_tokens
 from openv41.engine.request import Event, FinishReason
 from openv41.engine.stops import TextStream
 from openv41.errors import InputError
+from openv41.io.prompt_ids import prompt_ids
 from openv41.io.tokenizer import train_tokenizer
 from openv41.prompt import Conversation, Image, Message, ToolCall, collect, encode
 from openv41.prompt.tokens import DSML, IMAGE, THINK_END

@@ -9,11 +9,12 @@ from rich.markup import escape
 
 from openv41.cli.ui import err, note, out
 from openv41.engine.engine import Engine
-from openv41.engine.prompt_format import AnswerReader, missing_tokens, prompt_ids
+from openv41.engine.prompt_format import AnswerReader, missing_tokens
 from openv41.engine.request import FinishReason, Request
 from openv41.engine.sampler import SamplingConfig
 from openv41.errors import OpenV41Error
 from openv41.io.image_processor import ProcessedImage, load_image, process_image
+from openv41.io.prompt_ids import prompt_ids
 from openv41.prompt import Conversation as Chat
 from openv41.prompt import Event as Said
 from openv41.prompt import Image, Message, ReasoningDelta, Section, TextDelta, collect, encode

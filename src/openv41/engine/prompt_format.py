@@ -1,16 +1,13 @@
-"""Between the prompt format and the engine: prompts to tokens, answers to what they say."""
+"""From the engine's events to what an answer in the prompt format says."""
 
 import codecs
 from collections import deque
-from collections.abc import Sequence
 
 from openv41.engine.request import Event
-from openv41.errors import InputError
-from openv41.io.image_processor import ProcessedImage
 from openv41.io.tokenizer import TextTokenizer
 from openv41.prompt import Event as Said
-from openv41.prompt import Prompt, Section, StreamParser, TextDelta
-from openv41.prompt.tokens import ASSISTANT, BOS, DSML, EOS, IMAGE, SYSTEM, THINK, THINK_END, USER
+from openv41.prompt import Section, StreamParser, TextDelta
+from openv41.prompt.tokens import ASSISTANT, BOS, DSML, EOS, SYSTEM, THINK, THINK_END, USER
 
 NEEDED = (BOS, EOS, SYSTEM, USER, ASSISTANT, THINK, THINK_END, DSML)
 
@@ -18,30 +15,6 @@ NEEDED = (BOS, EOS, SYSTEM, USER, ASSISTANT, THINK, THINK_END, DSML)
 def missing_tokens(tokenizer: TextTokenizer) -> tuple[str, ...]:
     """Special tokens of the prompt format that a tokenizer lacks."""
     return tuple(text for text in NEEDED if not tokenizer.has_special(text))
-
-
-def prompt_ids(
-    prompt: Prompt,
-    tokenizer: TextTokenizer,
-    images: Sequence[ProcessedImage] = (),
-    *,
-    image_token_id: int,
-) -> tuple[int, ...]:
-    """Token ids of a prompt, each image's placeholder as often as its span is long."""
-    assert len(images) == len(prompt.images), f"{len(images)} of {len(prompt.images)} images"
-    ids = prompt.token_ids(tokenizer)
-    if not images:
-        return tuple(ids)
-    placeholder, rest = tokenizer.special_id(IMAGE), iter(images)
-    if placeholder != image_token_id:
-        raise InputError(
-            f"the tokenizer's image token is {placeholder}, the model's is {image_token_id}: "
-            "the checkpoint's tokenizer.json and config.json do not belong together"
-        )
-    spans = (
-        [token] * next(rest).grid.span_length if token == placeholder else [token] for token in ids
-    )
-    return tuple(token for span in spans for token in span)
 
 
 class AnswerReader:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from openv41.engine.constraint import Constraint
-from openv41.engine.prompt_format import prompt_ids
 from openv41.engine.request import Request
 from openv41.engine.sampler import SamplingConfig
 from openv41.io.image_processor import ProcessedImage
+from openv41.io.prompt_ids import prompt_ids
 from openv41.prompt import Section
 from openv41.server.backend import ServedModel
 from openv41.server.conversation import read_chat, read_transcript
