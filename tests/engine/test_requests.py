@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from openv41.engine.constraint import ConstraintError
 from openv41.engine.request import Event, FinishReason, Request
 from openv41.engine.sampler import SamplingConfig
 from openv41.errors import ConfigError, OverloadedError
@@ -218,3 +219,35 @@ def test_streams_and_seeds(model):
     assert isinstance(next(stream), Event)
     stream.close()
     assert engine.is_idle
+
+
+class Breaking:
+    """A constraint that goes wrong at the second token, or raises something else."""
+
+    def __init__(self, error):
+        self.error, self.drawn = error, 0
+
+    def begin(self):
+        return self
+
+    def allowed(self):
+        if self.drawn:
+            raise self.error
+
+    def accept(self, token):
+        self.drawn += 1
+
+
+@pytest.mark.parametrize(
+    ("error", "is_own"), [(ConstraintError("too complex"), True), (ValueError("a bug"), False)]
+)
+def test_an_event_says_whose_fault_an_error_is(model, error, is_own):
+    engine, events = engine_of(model), []
+    engine.submit(greedy(random_ids(5), constraint=Breaking(error)), events.append)
+    engine.submit(greedy(random_ids(6)), lambda event: None)
+    while not engine.is_idle:
+        engine.step()
+    assert events[-1].finish_reason is FinishReason.ERROR
+    assert events[-1].error == f"{type(error).__name__}: {error}"
+    assert events[-1].is_own_fault is is_own
+    assert len(events) == 2, "one token, then the error"

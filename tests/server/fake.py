@@ -33,7 +33,7 @@ class FakeBackend:
 
     Words in a prompt: ``!slow`` waits between tokens, ``!wait`` begins once ``released`` is set,
     ``!hang`` never goes on after one token, ``!raise`` and ``!error`` fail after two tokens,
-    ``!full`` has no room.
+    ``!fault`` as well, by the request's own doing, ``!full`` has no room.
     """
 
     def __init__(self, model):
@@ -100,6 +100,11 @@ class FakeBackend:
                 raise ValueError("a bug")
             if "!error" in text and place == 2:
                 yield Event(finish_reason=FinishReason.ERROR, error="no page left")
+                return
+            if "!fault" in text and place == 2:
+                yield Event(
+                    finish_reason=FinishReason.ERROR, error="too complex", is_own_fault=True
+                )
                 return
             if place >= len(tokens) and not request.ignore_eos:
                 yield Event(finish_reason=FinishReason.STOP)

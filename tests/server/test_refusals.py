@@ -255,6 +255,14 @@ def test_an_engine_that_fails_ends_one_request(client, server, word):
     assert client.completions.create(model="echo", prompt="on", seed=0).choices[0].text == "on"
 
 
+def test_an_error_of_the_requests_own_is_a_refusal(client, server):
+    answer = server.post(COMPLETIONS, json={"prompt": "!fault"})
+    assert error_of(answer, 400)["code"] == "grammar_too_complex"
+    stream = client.completions.create(model="echo", prompt="!fault", seed=0, stream=True)
+    with pytest.raises(openai.APIError, match="the schema became too complex"):
+        list(stream)
+
+
 def test_one_failure_ends_the_choices_beside_it(server):
     answer = server.post(COMPLETIONS, json={"prompt": ["!hang", "!raise", "!hang"]})
     assert error_of(answer, 500)["code"] == "internal_error"

@@ -5,6 +5,12 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import Bool
 from torch import Tensor
 
+from openv41.errors import OpenV41Error
+
+
+class ConstraintError(OpenV41Error):
+    """A constraint that went wrong while an answer was written."""
+
 
 @runtime_checkable
 class Guide(Protocol):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from openv41.config import NUMERICS
 from openv41.engine.answering import Collector, draw, take_prompt
+from openv41.engine.constraint import ConstraintError
 from openv41.engine.images import ImageCache, JobImages, find_spans, join
 from openv41.engine.job import Job, Sink
 from openv41.engine.paged_store import CacheConfig, PagedStore
@@ -238,7 +239,7 @@ class Engine:
         except Exception as error:
             logger.exception("a batch of %d requests failed", len(step))
             if len(step) == 1:
-                self._end(step[0][0], FinishReason.ERROR, f"{type(error).__name__}: {error}")
+                self._end(step[0][0], FinishReason.ERROR, error)
             else:
                 for job, _ in reversed(step):
                     job.alone = True
@@ -307,17 +308,21 @@ class Engine:
             action(job, logits)
         except Exception as error:
             logger.exception("request %d failed", job.number)
-            self._end(job, FinishReason.ERROR, f"{type(error).__name__}: {error}")
+            self._end(job, FinishReason.ERROR, error)
 
     def _keep(self, jobs: Iterable[Job], *, ends: bool = False) -> None:
         for job in jobs:
             if self.config.prefix_cache and not job.needs_all_rows:
                 self.prefixes.keep(job, ends=ends)
 
-    def _end(self, job: Job, reason: FinishReason, error: str | None = None) -> None:
+    def _end(self, job: Job, reason: FinishReason, error: Exception | None = None) -> None:
         if job.finished is None:
             self._forget(job, reason)
-            job.sink(Event(text=job.text.finish(), finish_reason=reason, error=error))
+            event = Event(text=job.text.finish(), finish_reason=reason)
+            if error is not None:
+                told = f"{type(error).__name__}: {error}"
+                event = replace(event, error=told, is_own_fault=isinstance(error, ConstraintError))
+            job.sink(event)
 
     def _forget(self, job: Job, reason: FinishReason) -> None:
         job.finished = reason

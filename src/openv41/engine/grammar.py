@@ -14,7 +14,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from openv41.errors import InputError, OpenV41Error
+from openv41.engine.constraint import ConstraintError
+from openv41.errors import InputError
 from openv41.io.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
@@ -27,10 +28,6 @@ JSON_STYLE = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,40}
 # Beyond these the library runs out of stack, or of items while an answer is written.
 MOST_NESTED, MOST_ENTRIES, MOST_CHOICES, MOST_REFERENCES, MOST_NODES = 64, 256, 128, 256, 10_000
 _OPENS_TAG = ord("<")
-
-
-class GrammarError(OpenV41Error):
-    """A grammar that went wrong while an answer was written."""
 
 
 @dataclass(frozen=True)
@@ -176,13 +173,13 @@ class AnswerGuide:
     def _mask(self, matcher: "LLMatcher") -> Bool[Tensor, " V"]:
         packed = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
         if matcher.is_error():
-            raise GrammarError(f"the grammar of the answer failed: {matcher.get_error()}")
+            raise ConstraintError(f"the grammar of the answer failed: {matcher.get_error()}")
         bits = (packed[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1  # [V/8, 8]
         return bits.flatten()[: self._size].bool()
 
     def _consume(self, matcher: "LLMatcher", token: int) -> None:
         if not matcher.consume_token(token):
-            raise GrammarError(
+            raise ConstraintError(
                 f"token {token} does not fit the grammar of the answer: {matcher.get_error()}"
             )
 

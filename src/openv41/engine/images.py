@@ -7,6 +7,7 @@ of span positions are made of the image's content.
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -28,6 +29,7 @@ class ImageSpan:
     start: int
     stop: int
 
+    @cached_property
     def keys(self) -> list[bytes]:
         """Name each position by the image's content and the offset in it."""
         content = self.image.content_hash
@@ -142,7 +144,7 @@ class JobImages:
         keys: list[int | bytes] = list(tokens)
         for span in self.spans:
             count = len(keys[span.start : span.stop])
-            keys[span.start : span.start + count] = span.keys()[:count]
+            keys[span.start : span.start + count] = span.keys[:count]
         return keys
 
     def covers(self, position: int) -> bool:

@@ -84,6 +84,7 @@ class Event:
     top: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
+    is_own_fault: bool = False  # of the request, not of the engine
     cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     prompt_top: tuple[tuple[TokenLogprob, ...], ...] = ()

@@ -11,7 +11,6 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from openv41.engine.grammar import GrammarError
 from openv41.engine.request import Event, FinishReason, Request
 from openv41.server.backend import Backend, ServedModel
 from openv41.server.chat_format import ChatFormat
@@ -243,7 +242,7 @@ async def _cancel(*tasks: "asyncio.Task[object]") -> None:
 
 def _raise_if_broken(event: Event) -> None:
     if event.finish_reason is FinishReason.ERROR:
-        if (event.error or "").startswith(GrammarError.__name__):  # the schema's doing
+        if event.is_own_fault:
             raise ApiError(
                 400, "the schema became too complex to go on", code="grammar_too_complex"
             )
