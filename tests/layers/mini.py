@@ -67,10 +67,10 @@ def token_map():
     return [i if i < 16 else 16 + (i - 16) // 2 for i in range(VOCAB)]
 
 
-def mini_model(seed, dtype=torch.float64, numerics=NUMERICS["f32"]):
+def mini_model(seed, dtype=torch.float64, numerics=NUMERICS["f32"], config=None):
     """Norms away from one, biases and sinks away from zero, clamps that act."""
     generator = torch.Generator().manual_seed(seed)
-    model = CausalEncoderDecoder(mini_config(), numerics, dtype=dtype)
+    model = CausalEncoderDecoder(config or mini_config(), numerics, dtype=dtype)
     model.set_token_map(token_map())
     with torch.no_grad():
         for name, weight in model.named_parameters():

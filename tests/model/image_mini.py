@@ -7,8 +7,7 @@ import torch
 from openv41.config import NUMERICS, VisionConfig
 from openv41.image_grid import ImageGrid
 from openv41.layers.batch import Batch
-from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
-from tests.layers.mini import IMAGE_TOKEN, mini_config, random_ids, token_map
+from tests.layers.mini import IMAGE_TOKEN, mini_config, mini_model, random_ids
 
 VISION = VisionConfig(
     num_layers=2,
@@ -27,18 +26,7 @@ STARTS = (5, 17)  # neither even nor a multiple of the window, with 4 text token
 
 def seeing_model(seed, dtype=torch.float64, numerics=NUMERICS["f32"]):
     """Norms away from one, biases and delimiters away from zero."""
-    generator = torch.Generator().manual_seed(seed)
-    model = CausalEncoderDecoder(replace(mini_config(), vision=VISION), numerics, dtype=dtype)
-    model.set_token_map(token_map())
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            values = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
-            if "norm" in name or name.endswith(("scale", "q_weight", "k_weight")):
-                values = values.sigmoid() + 0.5
-            elif weight.ndim > 1:
-                values *= 2 * weight.shape[-1] ** -0.5
-            weight.copy_(values)
-    return model
+    return mini_model(seed, dtype, numerics, replace(mini_config(), vision=VISION))
 
 
 def image_ids(grids=GRIDS, starts=STARTS, length=30):
