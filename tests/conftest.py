@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+from jaxtyping import config as jaxtyping_config
 
 REPOSITORY = Path(__file__).parent.parent
+WHOLE_PROGRAMS = {"cli", "demo", "engine", "golden_cases", "server"}
 PROOFS = REPOSITORY / "benchmarks" / "results" / "prove.jsonl"
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matrix products
@@ -31,6 +33,17 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Check shapes in every test but those of whole programs, which it makes four times as slow.
+
+    There it is for tests marked ``shapes``. A hook, because it must come before all fixtures.
+    """
+    whole = item.path.relative_to(REPOSITORY / "tests").parts[0] in WHOLE_PROGRAMS
+    unchecked = whole and not item.get_closest_marker("shapes")
+    jaxtyping_config.update("jaxtyping_disable", unchecked)
 
 
 def _must_have_golden(config):

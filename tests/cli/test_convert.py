@@ -10,6 +10,8 @@ from openv41.cli.main import app
 from tests.io import checkpoint_tools as tools
 from tests.oracles import formats
 
+pytestmark = pytest.mark.shapes
+
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):

@@ -8,6 +8,8 @@ from typer.testing import CliRunner
 from openv41.cli.main import app
 from openv41.io.tensor_files import read_metadata, read_tensors
 
+pytestmark = pytest.mark.shapes
+
 SIZES = ("--vocab-size", "64", "--hidden-size", "32", "--num-experts", "2", "--length", "64")
 
 

@@ -12,6 +12,8 @@ from openv41.io.tokenizer import train_tokenizer
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.train.token_shards import prepare_shards
 
+pytestmark = pytest.mark.shapes
+
 SENTENCE = "Now is the winter of our discontent made glorious summer by this sun of York.\n"
 
 

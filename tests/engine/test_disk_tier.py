@@ -14,6 +14,8 @@ import pytest
 from openv41.engine.disk_tier import FILE_NAME, DiskTier, key_of
 from openv41.errors import InputError
 
+pytestmark = pytest.mark.shapes
+
 RECORD_BYTES = 24
 HEADERS = 4096 + 64 * 64  # bytes before the first record
 

@@ -91,6 +91,7 @@ def test_answers_do_not_depend_on_neighbours_bit_for_bit():
         assert torch.equal(together[place], alone[i]), f"prompt {i}"
 
 
+@pytest.mark.shapes
 def test_equal_ids_with_other_images_share_no_prefix(model):
     """Warm equals cold for each; only what stands before the image is taken over."""
     text, first, second = random_ids(9, seed=4), picture(1), picture(8)
@@ -118,10 +119,10 @@ def test_hits_around_an_image_equal_a_cold_run(model):
 
 def test_a_restart_from_disk_tells_images_apart(model, tmp_path):
     ids, [first] = prompts()[0]
-    engine = engine_of(model, disk_folder=tmp_path)
+    engine = engine_of(model, disk_folder=tmp_path, disk_bytes=1 << 20)
     ask(engine, [greedy(ids, 1, images=(first,))])
     engine.close()
-    engine = engine_of(model, disk_folder=tmp_path)
+    engine = engine_of(model, disk_folder=tmp_path, disk_bytes=1 << 20)
     [other] = assert_plain(model, engine, [(ids, (picture(8),))], count=1)
     assert other.cached_tokens < 9 + 1
     [same] = assert_plain(model, engine, [(ids, (first,))], count=1)
@@ -139,6 +140,7 @@ def test_a_span_is_computed_once(model):
     assert engine.stats().image_bytes == images[0].grid.span_length * 16 * 8
 
 
+@pytest.mark.shapes
 def test_the_cache_keeps_to_its_bound(model):
     room = PICTURES[0].grid.span_length * 16 * 8
     cache = ImageCache(model.vision, room)

@@ -9,6 +9,8 @@ from openv41.engine.logprobs import logprobs, row_logprobs
 from openv41.engine.request import TokenLogprob
 from openv41.engine.sampler import LogitsError
 
+pytestmark = pytest.mark.shapes
+
 
 def naive(row, token, top):
     """(token, log-probability) of the token and of the ``top`` first by height, then id."""

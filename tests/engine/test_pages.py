@@ -5,6 +5,8 @@ import pytest
 from openv41.engine.pages import OutOfPages, PageAllocator
 from openv41.errors import OpenV41Error
 
+pytestmark = pytest.mark.shapes
+
 
 def test_pages_go_round():
     allocator = PageAllocator(5)

@@ -8,6 +8,8 @@ from openv41.engine import prefix_cache
 from openv41.engine.pages import PageAllocator
 from openv41.engine.prefix_cache import PrefixCache
 
+pytestmark = pytest.mark.shapes
+
 NUM_PAGES = 24
 
 

@@ -64,7 +64,7 @@ def test_a_hit_of_any_length_equals_a_cold_run(model, mode, max_snapshots, lengt
         assert all(torch.equal(before[p], after[p]) for p in kept if is_full(engine, p)), shared
 
 
-@pytest.mark.parametrize("shared", [29, 43])
+@pytest.mark.parametrize("shared", [29, pytest.param(43, marks=pytest.mark.shapes)])
 def test_a_hit_equals_a_cold_run_to_the_bit(bitwise_model, shared):
     first, other = random_ids(LENGTH, seed=1), random_ids(LENGTH, seed=2)
     engine = engine_of(bitwise_model, tokens_per_step=23)

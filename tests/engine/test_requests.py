@@ -85,6 +85,7 @@ def test_log_probabilities(model):
         assert [t.token for t in top] == row.topk(2).indices.tolist()
 
 
+@pytest.mark.shapes
 def test_prompt_log_probabilities_run_every_layer_on_every_row(model):
     engine = engine_of(model, mode=PrefillMode.BOUNDED)
     only(engine, greedy(random_ids(30), 2, prompt_logprobs=0))
@@ -93,7 +94,7 @@ def test_prompt_log_probabilities_run_every_layer_on_every_row(model):
     assert engine.stats().prefill_rows_skipped > 0
 
 
-@pytest.mark.parametrize("chunk", [5, 512])
+@pytest.mark.parametrize("chunk", [5, pytest.param(512, marks=pytest.mark.shapes)])
 def test_choices_are_recorded_and_replayed(chunk):
     """Recorded choices are those of the plain model; another model that replays them makes them."""
     model = arm(torch.float32, bitwise=True)

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from openv41.engine.sampler import LogitsError, Sampler, SamplingConfig, keep
 from openv41.errors import ConfigError, InputError
 
+pytestmark = pytest.mark.shapes
+
 SHARES = torch.tensor([0.1, 0.4, 0.05, 0.25, 0.2], dtype=torch.float64)
 EIGHTHS = torch.tensor([1, 4, 0, 2, 1], dtype=torch.float64) / 8
 CRITICAL = {2: 13.82, 3: 16.27, 4: 18.47}  # chi-square at 0.001, by degrees of freedom

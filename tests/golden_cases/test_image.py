@@ -9,7 +9,7 @@ from openv41.io.trace import run_case
 from openv41.io.trace_values import leaf
 from tests.close import assert_close
 
-pytestmark = pytest.mark.golden
+pytestmark = [pytest.mark.golden, pytest.mark.shapes]
 
 BOUND = 2e-4  # README of the golden data: float32 logits, streams, embeddings
 PROJECTED = 2e-5  # of what the projector makes: the tanh form of GELU is off by 6e-4 or more

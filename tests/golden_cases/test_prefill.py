@@ -9,7 +9,7 @@ from openv41.plan import plan_layers
 from tests.close import assert_close
 from tests.golden_cases.conftest import FEW_STEPS
 
-pytestmark = pytest.mark.golden
+pytestmark = [pytest.mark.golden, pytest.mark.shapes]
 
 BOUND = 2e-4  # README of the golden data: float32 logits, streams, embeddings
 DISCRETE = {"topk_indices", "expert_ids", "candidate_mask", "engram_hash_ids"}

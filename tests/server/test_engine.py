@@ -15,6 +15,8 @@ from openv41.server.backend import Backend, ServedModel
 from openv41.server.limits import Limits
 from tests.server.conftest import served
 
+pytestmark = pytest.mark.shapes
+
 PROMPTS = ("To be", "or not", "x" * 70, "To be, or not")
 
 
