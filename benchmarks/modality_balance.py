@@ -26,7 +26,6 @@ SETTINGS = {
     "image_share": 0.5,
     "warmup_tokens": 20_000,
     "optimizer.lr": 3e-3,
-    "optimizer.embedding_lr_factor": 6.0,
     "checkpoint_steps": 1_000_000,
 }
 

@@ -12,7 +12,6 @@ TRAINING = {  # openv41 train ... --set key=value
     "warmup_tokens": 40_000,
     "cpu_threads": 1,
     "optimizer.lr": 3e-3,
-    "optimizer.embedding_lr_factor": 6.0,
 }
 
 HELDOUT_DIGITS = 360  # the last of 1,797

@@ -81,7 +81,7 @@ def test_indexer_stays_and_everything_else_moves(finished, shards, tmp_path):
 
 def test_training_learns(shards, tmp_path):
     run = mini_run(shards, tmp_path / "out", tokens=16 * 32, warmup_tokens=0)
-    fast = replace(run.train.optimizer, lr=0.03)
+    fast = replace(run.train.optimizer, lr=0.1)
     run = replace(run, train=replace(run.train, optimizer=fast, checkpoint_steps=1000))
     trainer = Trainer(run, resume=False)
     losses = []

@@ -1,68 +1,115 @@
-"""Every parameter stands in the table once, and its group is treated as the table says."""
+"""The optimizers of a run: groups, factors, freezing, and the switches of comparisons."""
 
-import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
-from openv41.presets import PRESETS
+from openv41.presets import tiny
 from openv41.train.config import OptimizerConfig
-from openv41.train.optimizer import PARAMETER_GROUPS, group_of, make_optimizer, set_lr
+from openv41.train.muon import Muon
+from openv41.train.optimizer import Optimizers, choose_rule
+from openv41.train.parameter_rules import rule_of
 from tests.layers.mini import mini_model
 
 
-@pytest.mark.parametrize("name", ["tiny", "thin", "released"])
-def test_the_table_is_exactly_the_model(name):
-    model = CausalEncoderDecoder(PRESETS[name](), device="meta")
-    found = {re.sub(r"\.\d+\.", ".*.", n, count=1) for n, _ in model.named_parameters()}
-    absent = {n for n in PARAMETER_GROUPS if n.startswith("vision.") and model.vision is None}
-    assert found == set(PARAMETER_GROUPS) - absent
-
-
-def test_an_unknown_parameter_is_an_error():
-    with pytest.raises(AssertionError, match=r"layers\.0\.attention\.wq\.weight is in no row"):
-        group_of("layers.0.attention.wq.weight")
-
-
-def test_only_matrices_decay_and_factors_reach_their_groups():
-    model = mini_model(0, torch.float32)
-    config = OptimizerConfig(weight_decay=0.5, embedding_lr_factor=2.0, engram_table_lr_factor=3.0)
-    optimizer = make_optimizer(model, config)
-    set_lr(optimizer, 0.01)
-    groups = {g["name"]: (g["weight_decay"], round(g["lr"], 9)) for g in optimizer.param_groups}
-    assert groups == {
-        "embedding": (0.0, 0.02),
-        "engram table": (0.0, 0.03),
-        "matrix": (0.5, 0.01),
-        "vector": (0.0, 0.01),
+def settings_of(optimizers):
+    return {
+        g["name"]: (round(g["lr"], 9), g.get("weight_decay"), g.get("blocks"))
+        for g in optimizers.groups
     }
-    trained = {id(p) for g in optimizer.param_groups for p in g["params"]}
+
+
+def test_groups_carry_rule_rate_decay_and_heads():
+    model = CausalEncoderDecoder(tiny(), device="meta")
+    config = OptimizerConfig(weight_decay=0.5, engram_table_lr_factor=3.0, vision_lr_factor=0.5)
+    optimizers = Optimizers(model, config)
+    optimizers.set_lr(0.01)
+    assert settings_of(optimizers) == {
+        "backbone: adamw": (0.01, 0.5, None),
+        "backbone: adamw without decay": (0.01, 0.0, None),
+        "backbone: muon": (0.01, 0.5, 1),
+        "backbone: muon by index heads": (0.01, 0.5, 2),
+        "backbone: muon by query heads": (0.01, 0.5, 2),
+        "backbone: sinkhorn": (0.01, None, None),
+        "engram table: sinkhorn": (0.03, None, None),
+        "vision encoder: adamw": (0.005, 0.5, None),
+        "vision encoder: adamw without decay": (0.005, 0.0, None),
+        "vision encoder: muon": (0.005, 0.5, 1),
+        "vision encoder: muon by query, key, value": (0.005, 0.5, 3),
+    }
+    updated = {id(p) for p in optimizers.parameters()}
     for name, parameter in model.named_parameters():
-        left_out = ".indexer." in name or ".gate.bias" in name
-        assert parameter.requires_grad == (id(parameter) in trained) == (not left_out), name
+        left_out = ".gate.bias" in name
+        assert parameter.requires_grad == (id(parameter) in updated) == (not left_out), name
 
 
-def test_matrices_are_two_dimensional_and_vectors_one_dimensional_or_gate_norms():
+def test_a_frozen_part_asks_for_no_gradient():
+    model = CausalEncoderDecoder(tiny(), device="meta")
+    optimizers = Optimizers(model, OptimizerConfig())
+    optimizers.set_frozen("vision encoder", is_frozen=True)
+    frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
+    inside = {n for n, _ in model.named_parameters() if n.startswith("vision.encoder.")}
+    assert {n for n in frozen if ".gate." not in n} == inside - {"vision.encoder.norm.weight"}
+    optimizers.set_frozen("vision encoder", is_frozen=False)
+    assert all(p.requires_grad for n, p in model.named_parameters() if n in inside)
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "update", "blocks"),
+    [
+        ({"head_wise": False}, "layers.0.attention.wq_b.weight", "muon", "one"),
+        ({"head_wise": False}, "layers.2.attention.indexer.wq_b.weight", "muon", "one"),
+        ({"matrix_update": "adamw"}, "layers.0.attention.wq_b.weight", "adamw", "one"),
+        ({"matrix_update": "adamw"}, "layers.0.attention.wo_a.weight", "adamw", "one"),
+        ({"token_update": "adamw"}, "embed.weight", "adamw", "one"),
+        ({"token_update": "adamw"}, "layers.1.engram.table.weight", "adamw", "one"),
+    ],
+)
+def test_comparisons_change_one_rule(change, name, update, blocks):
+    config = OptimizerConfig(**change)
+    assert choose_rule(name, config) == replace(rule_of(name), update=update, blocks=blocks)
+    for other in ("norm.weight", "layers.0.attention.sink", "layers.0.moe.gate.bias"):
+        assert choose_rule(other, config) == rule_of(other)
+
+
+def test_tokens_that_adamw_updates_do_not_decay():
+    optimizers = Optimizers(mini_model(0, torch.float32), OptimizerConfig(token_update="adamw"))
+    settings = settings_of(optimizers)
+    assert settings["engram table: adamw without decay"][1] == 0.0
+
+
+def test_each_update_reaches_its_parameters():
+    """Sizes of the first step by hand: each rule moves an entry by its own amount."""
     model = mini_model(0, torch.float32)
-    for name, parameter in model.named_parameters():
-        if group_of(name) == "matrix":
-            assert parameter.ndim >= 2, name
-        if group_of(name) == "vector":
-            assert parameter.ndim == 1 or name.endswith(("q_weight", "k_weight")), name
+    optimizers = Optimizers(model, OptimizerConfig(weight_decay=0.0, engram_table_lr_factor=2.0))
+    watched = {
+        "layers.0.attention.wkv.weight": 0.18,
+        "layers.0.attention.wq_b.weight": 0.18,
+        "embed.weight": 0.18,
+        "layers.1.engram.table.weight": 0.36,
+        "norm.weight": 1.0,
+    }
+    parameters = dict(model.named_parameters())
+    before = {name: parameters[name].detach().clone() for name in watched}
+    for name in watched:
+        parameters[name].grad = torch.randn_like(parameters[name])
+    optimizers.set_lr(0.01)
+    optimizers.step()
+    for name, rms in watched.items():
+        moved = (parameters[name].detach() - before[name]).square().mean().sqrt()
+        assert moved == pytest.approx(0.01 * rms, rel=0.01), name
+    optimizers.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
 
 
-def test_adamw_by_hand():
-    """First step: the moments' bias corrections cancel, so each entry moves by lr (and decays)."""
+def test_state_is_that_of_the_optimizer_in_charge():
     model = mini_model(0, torch.float32)
-    optimizer = make_optimizer(model, OptimizerConfig(lr=0.1, weight_decay=0.5))
-    matrix, embedding = model.layers[0].attention.wkv.weight, model.embed.weight
-    before = matrix.detach().clone(), embedding.detach().clone()
-    matrix.grad = torch.full_like(matrix, 0.3)
-    embedding.grad = torch.zeros_like(embedding)
-    embedding.grad[5] = -2.0
-    set_lr(optimizer, 0.1)
-    optimizer.step()
-    torch.testing.assert_close(matrix, before[0] * (1 - 0.1 * 0.5) - 0.1)
-    before[1][5] += 0.1
-    torch.testing.assert_close(embedding, before[1])
+    optimizers = Optimizers(model, OptimizerConfig())
+    matrix = model.layers[0].attention.wkv.weight
+    matrix.grad = torch.randn_like(matrix)
+    optimizers.step()
+    [muon] = [part for part in optimizers.parts if isinstance(part, Muon)]
+    assert optimizers.state(matrix)["momentum"] is muon.state[matrix]["momentum"]
+    assert not optimizers.state(model.embed.weight)

@@ -46,6 +46,7 @@ def test_only_the_final_values_are_checked():
         ({"optimizer.lr": "fast"}, r"optimizer\.lr is 'fast', must be a number"),
         ({"tokens": "2e6"}, r"tokens is '2e6', must be a whole number such as 1_000"),
         ({"decay": "wsd"}, r"decay is 'wsd', must be one of linear, cosine"),
+        ({"optimizer.matrix_update": "sgd"}, r"must be one of muon, adamw"),
         ({"optimizer.lr": "-1"}, r"optimizer: 1 problem.*\n.*lr is -1\.0, must be above 0"),
         ({"optimiser.lr": "1"}, r"no setting 'optimiser\.lr'; there are optimizer\.lr, "),
         ({"sequence_len": "1"}, r"no setting 'sequence_len'; there are sequence_length, "),

@@ -108,7 +108,7 @@ def test_one_wrong_bit_is_noticed(shards, tmp_path, caplog, place):
     header = json.loads(content[8 : 8 + header_size])
     names = {
         "a weight": "model.head.weight",
-        "a moment": "optimizer.head.weight.exp_avg",
+        "a moment": "optimizer.head.weight.momentum",
         "the random state": "rng",
     }
     if place in names:

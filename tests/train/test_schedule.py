@@ -10,6 +10,7 @@ from openv41.train.schedule import lr_factor
 
 def factors(**settings):
     base = {"sequence_length": 10, "batch_tokens": 10, "tokens": 109, "warmup_tokens": 0}
+    base["decay"] = "linear"
     config = TrainConfig(**{**base, **settings})
     return [lr_factor(config, step) for step in range(config.num_steps)]
 
@@ -25,6 +26,13 @@ def test_cosine_falls_slowly_at_both_ends():
     got = factors(decay="cosine")
     want = [(1 + math.cos(math.pi * (step + 0.5) / 10)) / 2 for step in range(10)]
     assert got == pytest.approx(want, rel=1e-12)
+
+
+def test_a_flat_tail_follows_the_decay():
+    got = factors(tail_tokens=30, hold_tokens=20, final_lr_factor=0.1)
+    want = [1, 1, *(0.1 + 0.9 * (1 - d) for d in (0.1, 0.3, 0.5, 0.7, 0.9)), 0.1, 0.1, 0.1]
+    assert got == pytest.approx(want, rel=1e-12)
+    assert factors(tail_tokens=50, hold_tokens=50, final_lr_factor=0.1)[5:] == [0.1] * 5
 
 
 def test_linear_to_zero_averages_one_half():

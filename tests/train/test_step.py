@@ -7,7 +7,7 @@ from openv41.layers.batch import Batch
 from openv41.train import step as step_module
 from openv41.train.config import TrainConfig
 from openv41.train.data import PackedBatch
-from openv41.train.optimizer import make_optimizer
+from openv41.train.optimizer import Optimizers
 from openv41.train.step import DivergedError, backward, next_tokens, summed_loss, train_step
 from tests.layers.mini import mini_model, random_ids
 
@@ -33,7 +33,7 @@ def test_targets_stay_within_their_documents():
 @pytest.mark.parametrize("logits_at_once", [1, 300, 1 << 22])
 def test_loss_and_gradients_equal_plain_cross_entropy(model, monkeypatch, logits_at_once):
     monkeypatch.setattr(step_module, "LOGITS_AT_ONCE", logits_at_once)
-    make_optimizer(model, CONFIG.optimizer)
+    Optimizers(model, CONFIG.optimizer)
     tokens = ids()
     rows, targets = next_tokens(tokens, LENGTHS)
     hidden = model(Batch.packed(tokens, LENGTHS)).hidden
@@ -53,7 +53,7 @@ def test_loss_and_gradients_equal_plain_cross_entropy(model, monkeypatch, logits
 
 
 def test_gradients_are_clipped_to_the_norm_of_all_of_them_together(model):
-    optimizer = make_optimizer(model, CONFIG.optimizer)
+    optimizer = Optimizers(model, CONFIG.optimizer)
     model.embed.weight.grad = torch.zeros_like(model.embed.weight)
     model.head.weight.grad = torch.zeros_like(model.head.weight)
     model.embed.weight.grad[0, 0], model.head.weight.grad[1, 1] = 3.0, 4.0
@@ -65,7 +65,7 @@ def test_gradients_are_clipped_to_the_norm_of_all_of_them_together(model):
 
 
 def test_a_step_moves_the_biases_by_its_own_loads(model):
-    optimizer = make_optimizer(model, CONFIG.optimizer)
+    optimizer = Optimizers(model, CONFIG.optimizer)
     before = model.layers[3].moe.gate.bias.detach().clone()
     result = train_step(model, optimizer, PackedBatch(ids(), LENGTHS), CONFIG, 0)
     load = result.loads[3][0]
@@ -76,7 +76,7 @@ def test_a_step_moves_the_biases_by_its_own_loads(model):
 
 @pytest.mark.parametrize("place", ["loss", "gradient"])
 def test_a_loss_that_is_not_finite_changes_nothing(model, monkeypatch, place):
-    optimizer = make_optimizer(model, CONFIG.optimizer)
+    optimizer = Optimizers(model, CONFIG.optimizer)
     if place == "loss":
         monkeypatch.setattr(step_module, "backward", lambda *_: float("nan"))
     else:

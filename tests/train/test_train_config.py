@@ -14,6 +14,7 @@ from openv41.train.config import OptimizerConfig, TrainConfig
         ({"batch_tokens": 1000}, r"must be a multiple of sequence_length \(512\)"),
         ({"sequence_length": 1}, "sequence_length is 1, must be at least 2"),
         ({"warmup_tokens": 3_000_000}, r"together exceed tokens \(2000000\)"),
+        ({"tail_tokens": 1_950_000}, r"tail_tokens \(1950000\) together exceed tokens"),
         ({"final_lr_factor": 1.5}, "final_lr_factor is 1.5, must be from 0 to 1"),
         ({"balance_speed": -1.0}, "balance_speed is -1.0, must be at least 0"),
         ({"balance_speed": float("inf")}, "balance_speed is inf, must be at most 1"),
@@ -33,6 +34,9 @@ def test_run_settings(settings, message):
         ({"eps": float("nan")}, "eps is nan, must be above 0"),
         ({"lr": float("inf")}, "lr is inf, must be above 0 and finite"),
         ({"beta1": 1.0}, "beta1 is 1.0, must be at least 0 and below 1"),
+        ({"sinkhorn_steps": 10}, "sinkhorn_steps is 10, must be odd"),
+        ({"momentum": 1.0}, "momentum is 1.0, must be at least 0 and below 1"),
+        ({"vision_lr_factor": 0.0}, "vision_lr_factor is 0.0, must be above 0"),
         ({"clip_norm": -1.0}, "clip_norm is -1.0, must be at least 0"),
     ],
 )

@@ -1,9 +1,9 @@
 """Checkpoints of a run: everything that the next step depends on, in one file each.
 
 A file is written whole or not at all; the newest two are kept. It is a safetensors file: parameters
-as ``model.*``, AdamW's moments as ``optimizer.NAME.*``, the random state, and in its metadata the
-next step, a description of the run, and a checksum of it all. The place in the data follows from
-the step.
+as ``model.*``, the optimizers' buffers as ``optimizer.NAME.*``, the random state, and in its
+metadata the next step, a description of the run, and a checksum of it all. The place in the data
+follows from the step.
 """
 
 import json
@@ -22,10 +22,11 @@ from torch import Tensor
 from openv41.errors import CheckpointError
 from openv41.io.atomic import atomic_path
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
+from openv41.train.optimizer import Optimizers
 
 FOLDER = "resume"
 KEPT = 2
-FORMAT = "openv41-training-state-2"
+FORMAT = "openv41-training-state-3"
 METADATA_KEY = "state"  # one key, since the library writes several in any order
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class State:
 def save_state(
     folder: Path,
     model: CausalEncoderDecoder,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     step: int,
     description: Description,
 ) -> Path:
@@ -83,21 +84,17 @@ def load_newest(folder: Path) -> State | None:
 
 
 @torch.no_grad()
-def restore(state: State, model: CausalEncoderDecoder, optimizer: torch.optim.Optimizer) -> None:
+def restore(state: State, model: CausalEncoderDecoder, optimizer: Optimizers) -> None:
     """Put a state into a model and optimizer that were made from the same description."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, name in names.items():
         parameter.copy_(state.tensors[f"model.{name}"])
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            prefix = f"optimizer.{names[parameter]}."
-            moments = {
-                key.removeprefix(prefix): value.to(parameter.device)
-                for key, value in state.tensors.items()
-                if key.startswith(prefix)
-            }
-            if moments:
-                optimizer.state[parameter] = moments
+    for parameter in optimizer.parameters():
+        prefix = f"optimizer.{names[parameter]}."
+        for key, value in state.tensors.items():
+            if key.startswith(prefix):
+                buffer = value.to(parameter.device)
+                optimizer.state(parameter)[key.removeprefix(prefix)] = buffer
     torch.set_rng_state(state.tensors["rng"])
 
 
@@ -120,13 +117,13 @@ def _files(folder: Path) -> list[Path]:
     return sorted((folder / FOLDER).glob("step-*.safetensors"))
 
 
-def _tensors(
-    model: CausalEncoderDecoder, optimizer: torch.optim.Optimizer
-) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in model.named_parameters():
+def _tensors(model: CausalEncoderDecoder, optimizer: Optimizers) -> Iterator[tuple[str, Tensor]]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, name in names.items():
         yield f"model.{name}", parameter.detach().contiguous()
-        for key, value in optimizer.state.get(parameter, {}).items():
-            yield f"optimizer.{name}.{key}", value.contiguous()
+    for parameter in optimizer.parameters():
+        for key, value in optimizer.state(parameter).items():
+            yield f"optimizer.{names[parameter]}.{key}", value.contiguous()
     yield "rng", torch.get_rng_state()
 
 

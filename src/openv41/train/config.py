@@ -12,21 +12,30 @@ from openv41.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW; the learning rate of a group is ``lr`` x the group's factor x the schedule."""
+    """Update rules; the learning rate of a group is ``lr`` x the group's factor x the schedule."""
 
     lr: float = 1e-3
-    beta1: float = 0.9
+    momentum: float = 0.95  # of Muon and of the Sinkhorn-balanced update
+    update_rms: float = 0.18  # of both
+    matrix_update: Literal["muon", "adamw"] = "muon"
+    head_wise: bool = True  # Muon sees each query and index head as a matrix of its own
+    token_update: Literal["sinkhorn", "adamw"] = "sinkhorn"  # of embedding, head, n-gram tables
+    ns_dtype: Literal["float32", "bfloat16"] = "float32"  # of large matrices of full rank
+    sinkhorn_steps: int = 11
+    sinkhorn_threshold: float = 1e-3  # rows below this share of the mean row are left alone
+    beta1: float = 0.9  # the betas and eps are AdamW's
     beta2: float = 0.95
     eps: float = 1e-20  # as disclosed; with weights in float32 it never underflows
-    weight_decay: float = 0.1  # decoupled, for matrices only
+    weight_decay: float = 0.1  # decoupled, for matrices and norms
     clip_norm: float = 1.0  # of all gradients together; 0 turns clipping off
-    embedding_lr_factor: float = 1.0
     engram_table_lr_factor: float = 5.0  # rows of the n-gram memory are hit rarely
+    vision_lr_factor: float = 0.1  # the report says "smaller"
 
     def __post_init__(self) -> None:
+        factors = ("engram_table_lr_factor", "vision_lr_factor")
         problems = [
             f"{name} is {getattr(self, name)}, must be above 0 and finite"
-            for name in ("lr", "eps", "embedding_lr_factor", "engram_table_lr_factor")
+            for name in ("lr", "eps", "update_rms", *factors)
             if not 0 < getattr(self, name) < math.inf
         ]
         problems += [
@@ -36,11 +45,25 @@ class OptimizerConfig:
         ]
         problems += [
             f"{name} is {getattr(self, name)}, must be at least 0 and below 1"
-            for name in ("beta1", "beta2")
+            for name in ("momentum", "beta1", "beta2", "sinkhorn_threshold")
             if not 0 <= getattr(self, name) < 1
+        ]
+        if self.sinkhorn_steps < 1 or self.sinkhorn_steps % 2 == 0:
+            problems.append(f"sinkhorn_steps is {self.sinkhorn_steps}, must be odd: rows come last")
+        problems += [
+            f"{name} is {getattr(self, name)!r}, must be {' or '.join(allowed)}"
+            for name, allowed in _CHOICES.items()
+            if getattr(self, name) not in allowed
         ]
         if problems:
             raise ConfigError("optimizer", problems)
+
+
+_CHOICES = {
+    "matrix_update": ("muon", "adamw"),
+    "token_update": ("sinkhorn", "adamw"),
+    "ns_dtype": ("float32", "bfloat16"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +76,8 @@ class TrainConfig:
     seed: int = 0
     warmup_tokens: int = 100_000
     hold_tokens: int = 0  # at the full learning rate between warm-up and decay
-    decay: Literal["linear", "cosine"] = "linear"
+    tail_tokens: int = 0  # at the lowest learning rate, after the decay
+    decay: Literal["linear", "cosine"] = "cosine"
     final_lr_factor: float = 0.0
     balance_speed: float = 0.001  # step of the routing biases
     modality_biases: bool = True  # text and images have routing biases and loads of their own
@@ -66,6 +90,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     def __post_init__(self) -> None:
+        phases = ("warmup_tokens", "hold_tokens", "tail_tokens")
         counts = ("tokens", "batch_tokens", "checkpoint_steps", "heldout_steps", "heldout_tokens")
         problems = [
             f"{name} is {getattr(self, name)}, must be at least 1"
@@ -74,7 +99,7 @@ class TrainConfig:
         ]
         problems += [
             f"{name} is {getattr(self, name)}, must be at least 0"
-            for name in ("warmup_tokens", "hold_tokens", "seed", "balance_speed", "cpu_threads")
+            for name in (*phases, "seed", "balance_speed", "cpu_threads")
             if not getattr(self, name) >= 0
         ]
         problems += [
@@ -93,11 +118,9 @@ class TrainConfig:
             problems.append(
                 f"tokens is {self.tokens}, must be at least batch_tokens ({self.batch_tokens})"
             )
-        if self.warmup_tokens + self.hold_tokens > self.tokens:
-            problems.append(
-                f"warmup_tokens ({self.warmup_tokens}) and hold_tokens ({self.hold_tokens}) "
-                f"together exceed tokens ({self.tokens})"
-            )
+        if sum(getattr(self, name) for name in phases) > self.tokens:
+            listed = ", ".join(f"{name} ({getattr(self, name)})" for name in phases)
+            problems.append(f"{listed} together exceed tokens ({self.tokens})")
         if self.decay not in ("linear", "cosine"):
             problems.append(f"decay is {self.decay!r}, must be linear or cosine")
         if not 0 < self.image_share < 1:
@@ -112,6 +135,11 @@ class TrainConfig:
         """Room for image-text samples in a batch of a run that has some, in whole sequences."""
         rows = self.batch_tokens // self.sequence_length
         return min(max(1, round(self.image_share * rows)), rows - 1) * self.sequence_length
+
+    @property
+    def decay_start(self) -> int:
+        """Tokens before the learning rate decays."""
+        return self.warmup_tokens + self.hold_tokens
 
     @property
     def num_steps(self) -> int:

@@ -39,7 +39,7 @@ from openv41.train.evaluate import HeldOut
 from openv41.train.image_batches import ImageBatches
 from openv41.train.image_shards import ImageShards
 from openv41.train.metrics import LOG_FILE, RunLog, StepRecord
-from openv41.train.optimizer import make_optimizer
+from openv41.train.optimizer import Optimizers
 from openv41.train.step import train_step
 from openv41.train.token_shards import INDEX_FILE, TokenShards
 
@@ -106,7 +106,7 @@ class Trainer:
         init_weights(self.model, run.train.seed)
         if run.token_map is not None:
             self.model.set_token_map(run.token_map)
-        self.optimizer = make_optimizer(self.model, run.train.optimizer)
+        self.optimizer = Optimizers(self.model, run.train.optimizer)
         self.step = 0
         if state is not None:
             restore(state, self.model, self.optimizer)

@@ -1,119 +1,141 @@
-"""Which parameter is trained how: one table, and AdamW over its groups. Report §2.5."""
+"""The optimizers of a run behind one interface: Muon, Sinkhorn-balanced, AdamW. Report §2.5."""
 
-import re
 from collections import defaultdict
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.train.config import OptimizerConfig
+from openv41.train.muon import Muon
+from openv41.train.parameter_rules import Part, Rule, num_blocks, rule_of
+from openv41.train.sinkhorn_update import SinkhornBalanced
 
-Group = Literal["matrix", "vector", "embedding", "engram table", "balanced", "frozen"]
-
-# Layer numbers are written as *. Only a "matrix" decays. "balanced" parameters follow the load
-# rule (train/balance.py) and no gradient; "frozen" ones stay as initialised: selecting entries has
-# no gradient, so the indexer needs an objective of its own.
-PARAMETER_GROUPS: dict[str, Group] = {
-    "embed.weight": "embedding",
-    "head.weight": "embedding",
-    "norm.weight": "vector",
-    "layers.*.attn_norm.weight": "vector",
-    "layers.*.ffn_norm.weight": "vector",
-    "layers.*.attn_mhc.fn": "matrix",
-    "layers.*.attn_mhc.base": "vector",
-    "layers.*.attn_mhc.scale": "vector",
-    "layers.*.ffn_mhc.fn": "matrix",
-    "layers.*.ffn_mhc.base": "vector",
-    "layers.*.ffn_mhc.scale": "vector",
-    "layers.*.attention.wq_a.weight": "matrix",
-    "layers.*.attention.wq_b.weight": "matrix",
-    "layers.*.attention.wkv.weight": "matrix",
-    "layers.*.attention.wo_a.weight": "matrix",
-    "layers.*.attention.wo_b.weight": "matrix",
-    "layers.*.attention.q_norm.weight": "vector",
-    "layers.*.attention.kv_norm.weight": "vector",
-    "layers.*.attention.sink": "vector",
-    "layers.*.attention.compressor.wkv.weight": "matrix",
-    "layers.*.attention.compressor.wgate.weight": "matrix",
-    "layers.*.attention.compressor.norm.weight": "vector",
-    "layers.*.attention.indexer.wq_b.weight": "frozen",
-    "layers.*.attention.indexer.weights_proj.weight": "frozen",
-    "layers.*.attention.indexer.wk.weight": "frozen",
-    "layers.*.attention.indexer.k_norm.weight": "frozen",
-    "layers.*.moe.gate.weight": "matrix",
-    "layers.*.moe.gate.bias": "balanced",
-    "layers.*.moe.gate.bias_vl": "balanced",
-    "layers.*.moe.experts.w1.weight": "matrix",
-    "layers.*.moe.experts.w3.weight": "matrix",
-    "layers.*.moe.experts.w2.weight": "matrix",
-    "layers.*.moe.shared.w1.weight": "matrix",
-    "layers.*.moe.shared.w3.weight": "matrix",
-    "layers.*.moe.shared.w2.weight": "matrix",
-    "vision.encoder.patch_embed.weight": "matrix",
-    "vision.encoder.patch_embed.bias": "vector",
-    "vision.encoder.blocks.*.norm1.weight": "vector",
-    "vision.encoder.blocks.*.attn.wqkv.weight": "matrix",
-    "vision.encoder.blocks.*.attn.wqkv.bias": "vector",
-    "vision.encoder.blocks.*.attn.wo.weight": "matrix",
-    "vision.encoder.blocks.*.attn.wo.bias": "vector",
-    "vision.encoder.blocks.*.norm2.weight": "vector",
-    "vision.encoder.blocks.*.mlp.w1.weight": "matrix",
-    "vision.encoder.blocks.*.mlp.w2.weight": "matrix",
-    "vision.encoder.norm.weight": "vector",
-    "vision.projector.w1.weight": "matrix",
-    "vision.projector.w1.bias": "vector",
-    "vision.projector.w2.weight": "matrix",
-    "vision.projector.w2.bias": "vector",
-    "vision.start": "vector",
-    "vision.newline": "vector",
-    "vision.end": "vector",
-    "layers.*.engram.table.weight": "engram table",
-    "layers.*.engram.wkv.weight": "matrix",
-    "layers.*.engram.q_weight": "vector",
-    "layers.*.engram.k_weight": "vector",
-}
-WITHOUT_OPTIMIZER: tuple[Group, ...] = ("balanced", "frozen")
+NS_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def group_of(name: str) -> Group:
-    """Group of a parameter; a parameter that is not in the table is a bug."""
-    pattern = re.sub(r"\b(layers|blocks)\.\d+\.", r"\1.*.", name)
-    assert pattern in PARAMETER_GROUPS, f"{name} is in no row of PARAMETER_GROUPS"
-    return PARAMETER_GROUPS[pattern]
+class Optimizers:
+    """One torch optimizer per update rule; a group holds parameters of one rule.
 
-
-def make_optimizer(model: CausalEncoderDecoder, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the trained groups; parameters of the others stop asking for gradients.
-
-    Each group carries its ``name`` and ``lr_factor``.
+    Besides the settings of its optimizer a group carries its ``name``, ``lr_factor`` and ``part``.
     """
-    members: dict[Group, list[nn.Parameter]] = defaultdict(list)
-    for name, parameter in model.named_parameters():
-        group = group_of(name)
-        parameter.requires_grad_(group not in WITHOUT_OPTIMIZER)
-        members[group].append(parameter)
-    factors = {
-        "embedding": config.embedding_lr_factor,
-        "engram table": config.engram_table_lr_factor,
-    }
-    groups = [
-        {
-            "name": group,
-            "params": parameters,
-            "lr_factor": factors.get(group, 1.0),
-            "weight_decay": config.weight_decay if group == "matrix" else 0.0,
+
+    def __init__(self, model: CausalEncoderDecoder, config: OptimizerConfig) -> None:
+        self.config = config
+        groups = _groups(model, config)
+        self.parts = tuple(_make(update, groups[update], config) for update in sorted(groups))
+        self._owner = {
+            parameter: part
+            for part in self.parts
+            for group in part.param_groups
+            for parameter in group["params"]
         }
-        for group, parameters in sorted(members.items())
-        if group not in WITHOUT_OPTIMIZER
-    ]
-    return torch.optim.AdamW(
-        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
-    )
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """Parameter groups of all optimizers."""
+        return [group for part in self.parts for group in part.param_groups]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Every parameter that an optimizer updates."""
+        yield from self._owner
+
+    def state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """What is kept about a parameter between steps; may be changed in place."""
+        state: dict[str, Tensor] = self._owner[parameter].state[parameter]
+        return state
+
+    def set_lr(self, lr: float) -> None:
+        """Give every group ``lr`` times its factor."""
+        for group in self.groups:
+            group["lr"] = lr * group["lr_factor"]
+
+    def set_frozen(self, part: Part, *, is_frozen: bool) -> None:
+        """Stop or start asking for gradients of a part; without them nothing is updated."""
+        for group in self.groups:
+            if group["part"] == part:
+                for parameter in group["params"]:
+                    parameter.requires_grad_(not is_frozen)
+
+    def step(self) -> None:
+        """Update every parameter that has a gradient."""
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every group to ``lr`` times the group's factor."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_factor"]
+def choose_rule(name: str, config: OptimizerConfig) -> Rule:
+    """Rule of a parameter under the settings that comparisons change."""
+    rule = rule_of(name)
+    if rule.update == "muon" and config.matrix_update == "adamw":
+        return replace(rule, update="adamw", blocks="one")
+    if rule.update == "muon" and not config.head_wise and rule.blocks.endswith("heads"):
+        return replace(rule, blocks="one")
+    if rule.update == "sinkhorn" and config.token_update == "adamw":
+        return replace(rule, update="adamw")
+    return rule
+
+
+def _make(
+    update: str, groups: list[dict[str, Any]], config: OptimizerConfig
+) -> torch.optim.Optimizer:
+    if update == "muon":
+        return Muon(
+            groups,
+            momentum=config.momentum,
+            update_rms=config.update_rms,
+            dtype=NS_DTYPES[config.ns_dtype],
+        )
+    if update == "sinkhorn":
+        return SinkhornBalanced(
+            groups,
+            momentum=config.momentum,
+            update_rms=config.update_rms,
+            steps=config.sinkhorn_steps,
+            threshold=config.sinkhorn_threshold,
+        )
+    return torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+
+
+def _groups(
+    model: CausalEncoderDecoder, config: OptimizerConfig
+) -> dict[str, list[dict[str, Any]]]:
+    """Parameter groups by update rule; what follows the load rule asks for no gradient."""
+    members: dict[Rule, list[nn.Parameter]] = defaultdict(list)
+    for name, parameter in model.named_parameters():
+        rule = choose_rule(name, config)
+        parameter.requires_grad_(rule.update != "load balance")
+        members[replace(rule, is_open=False)].append(parameter)
+    factors = {
+        "engram table": config.engram_table_lr_factor,
+        "vision encoder": config.vision_lr_factor,
+    }
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for rule in sorted(members, key=group_name):
+        if rule.update != "load balance":
+            group = {
+                "name": group_name(rule),
+                "params": members[rule],
+                "part": rule.part,
+                "lr_factor": factors.get(rule.part, 1.0),
+            }
+            if rule.update == "muon":
+                group["blocks"] = num_blocks(rule, model.config)
+            if rule.update != "sinkhorn":
+                group["weight_decay"] = config.weight_decay if rule.decays else 0.0
+            groups[rule.update].append(group)
+    return groups
+
+
+def group_name(rule: Rule) -> str:
+    """Name of the parameters that share a rule, for logs and tables."""
+    blocks = "" if rule.blocks == "one" else f" by {rule.blocks}"
+    decay = " without decay" if rule.update == "adamw" and not rule.decays else ""
+    return f"{rule.part}: {rule.update}{blocks}{decay}"

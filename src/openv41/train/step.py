@@ -16,7 +16,7 @@ from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.train.balance import update_biases
 from openv41.train.config import TrainConfig
 from openv41.train.data import PackedBatch
-from openv41.train.optimizer import set_lr
+from openv41.train.optimizer import Optimizers
 from openv41.train.schedule import lr_factor
 
 LOGITS_AT_ONCE = 1 << 22  # logits that are alive at a time: 16 MB
@@ -38,7 +38,7 @@ class StepResult:
 
 def train_step(
     model: CausalEncoderDecoder,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     packed: PackedBatch,
     config: TrainConfig,
     step: int,
@@ -56,16 +56,16 @@ def train_step(
     loss = backward(model, out.hidden, rows, targets)
     grad_norm = clip_gradients(optimizer, config.optimizer.clip_norm)
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         raise DivergedError(
             f"step {step + 1}: the loss is {loss}, the gradient norm {grad_norm}; the parameters "
             "are those of the step before. Start again with a lower optimizer.lr or a longer "
             "warmup_tokens"
         )
     lr = config.optimizer.lr * lr_factor(config, step)
-    set_lr(optimizer, lr)
+    optimizer.set_lr(lr)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
     update_biases(
         model, out.expert_counts, config.balance_speed, by_modality=config.modality_biases
     )
@@ -122,10 +122,9 @@ def summed_loss(
     return float(loss)
 
 
-def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> float:
+def clip_gradients(optimizer: Optimizers, max_norm: float) -> float:
     """Norm of all gradients together; they are scaled down to ``max_norm`` unless it is 0."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return float(torch.nn.utils.clip_grad_norm_(parameters, max_norm or math.inf))
+    return float(torch.nn.utils.clip_grad_norm_(optimizer.parameters(), max_norm or math.inf))
 
 
 def _pieces(rows: Tensor, targets: Tensor, vocab_size: int) -> Iterator[tuple[Tensor, Tensor]]:

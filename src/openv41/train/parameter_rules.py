@@ -1,0 +1,134 @@
+"""Which parameter takes which update rule: one table. Report §2.5, §2.1.1.
+
+The report names the rule of most parameters. Rows that it leaves open are marked ``OPEN``.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from openv41.config import ModelConfig
+
+Update = Literal["muon", "sinkhorn", "adamw", "load balance"]
+Blocks = Literal["one", "query heads", "index heads", "query, key, value"]
+Part = Literal["backbone", "engram table", "vision encoder"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """Update rule of a parameter.
+
+    ``blocks`` are the matrices that its rows hold, each orthogonalised alone; ``part`` decides the
+    learning rate; ``is_open`` says that the report leaves the row to us.
+    """
+
+    update: Update
+    blocks: Blocks = "one"
+    decays: bool = False
+    part: Part = "backbone"
+    is_open: bool = False
+
+
+MUON = Rule(update="muon", decays=True)
+OPEN_MUON = Rule(update="muon", decays=True, is_open=True)
+NORM = Rule(update="adamw", decays=True)
+VECTOR = Rule(update="adamw")
+OPEN_VECTOR = Rule(update="adamw", is_open=True)
+TOKENS = Rule(update="sinkhorn")
+TABLE = Rule(update="sinkhorn", part="engram table")
+BALANCED = Rule(update="load balance")
+VISION_MUON = Rule(update="muon", decays=True, part="vision encoder")
+VISION_NORM = Rule(update="adamw", decays=True, part="vision encoder")
+VISION_VECTOR = Rule(update="adamw", part="vision encoder")
+
+# Layer numbers are written as *.
+RULES: dict[str, Rule] = {
+    "embed.weight": TOKENS,
+    "head.weight": TOKENS,
+    "norm.weight": NORM,
+    "layers.*.attn_norm.weight": NORM,
+    "layers.*.ffn_norm.weight": NORM,
+    "layers.*.attn_mhc.fn": OPEN_MUON,
+    "layers.*.attn_mhc.base": VECTOR,
+    "layers.*.attn_mhc.scale": VECTOR,
+    "layers.*.ffn_mhc.fn": OPEN_MUON,
+    "layers.*.ffn_mhc.base": VECTOR,
+    "layers.*.ffn_mhc.scale": VECTOR,
+    "layers.*.attention.wq_a.weight": MUON,
+    "layers.*.attention.wq_b.weight": Rule(update="muon", blocks="query heads", decays=True),
+    "layers.*.attention.wkv.weight": MUON,  # one head
+    "layers.*.attention.wo_a.weight": MUON,
+    "layers.*.attention.wo_b.weight": MUON,
+    "layers.*.attention.q_norm.weight": NORM,
+    "layers.*.attention.kv_norm.weight": NORM,
+    "layers.*.attention.sink": OPEN_VECTOR,
+    "layers.*.attention.compressor.wkv.weight": MUON,
+    "layers.*.attention.compressor.wgate.weight": OPEN_MUON,
+    "layers.*.attention.compressor.norm.weight": NORM,
+    "layers.*.attention.indexer.wq_b.weight": Rule(
+        update="muon", blocks="index heads", decays=True
+    ),
+    "layers.*.attention.indexer.weights_proj.weight": MUON,
+    "layers.*.attention.indexer.wk.weight": MUON,  # one head
+    "layers.*.attention.indexer.k_norm.weight": NORM,
+    "layers.*.moe.gate.weight": OPEN_MUON,
+    "layers.*.moe.gate.bias": BALANCED,
+    "layers.*.moe.gate.bias_vl": BALANCED,
+    "layers.*.moe.experts.w1.weight": MUON,
+    "layers.*.moe.experts.w3.weight": MUON,
+    "layers.*.moe.experts.w2.weight": MUON,
+    "layers.*.moe.shared.w1.weight": MUON,
+    "layers.*.moe.shared.w3.weight": MUON,
+    "layers.*.moe.shared.w2.weight": MUON,
+    "layers.*.engram.table.weight": TABLE,
+    "layers.*.engram.wkv.weight": MUON,
+    "layers.*.engram.q_weight": Rule(update="adamw", decays=True, is_open=True),
+    "layers.*.engram.k_weight": Rule(update="adamw", decays=True, is_open=True),
+    "vision.encoder.patch_embed.weight": VISION_MUON,
+    "vision.encoder.patch_embed.bias": VISION_VECTOR,
+    "vision.encoder.blocks.*.norm1.weight": VISION_NORM,
+    "vision.encoder.blocks.*.attn.wqkv.weight": Rule(
+        update="muon",
+        blocks="query, key, value",
+        decays=True,
+        part="vision encoder",
+        is_open=True,
+    ),
+    "vision.encoder.blocks.*.attn.wqkv.bias": VISION_VECTOR,
+    "vision.encoder.blocks.*.attn.wo.weight": VISION_MUON,
+    "vision.encoder.blocks.*.attn.wo.bias": VISION_VECTOR,
+    "vision.encoder.blocks.*.norm2.weight": VISION_NORM,
+    "vision.encoder.blocks.*.mlp.w1.weight": VISION_MUON,
+    "vision.encoder.blocks.*.mlp.w2.weight": VISION_MUON,
+    "vision.encoder.norm.weight": NORM,  # trained from the start, as the projector
+    "vision.projector.w1.weight": MUON,
+    "vision.projector.w1.bias": VECTOR,
+    "vision.projector.w2.weight": MUON,
+    "vision.projector.w2.bias": VECTOR,
+    "vision.start": OPEN_VECTOR,
+    "vision.newline": OPEN_VECTOR,
+    "vision.end": OPEN_VECTOR,
+}
+
+
+def pattern_of(name: str) -> str:
+    """Name of a parameter with * for the numbers of its layer or block."""
+    return re.sub(r"\b(layers|blocks)\.\d+\.", r"\1.*.", name)
+
+
+def rule_of(name: str) -> Rule:
+    """Rule of a parameter; a parameter that is not in the table is a bug."""
+    pattern = pattern_of(name)
+    assert pattern in RULES, f"{name} is in no row of RULES"
+    return RULES[pattern]
+
+
+def num_blocks(rule: Rule, config: ModelConfig) -> int:
+    """Matrices that a parameter of this rule holds one above the other."""
+    counts: dict[Blocks, int] = {
+        "one": 1,
+        "query heads": config.attention.num_heads,
+        "index heads": config.indexer.num_heads,
+        "query, key, value": 3,
+    }
+    return counts[rule.blocks]
