@@ -100,3 +100,24 @@ def test_resume_needs_a_run(data, tmp_path):
     assert "run holds no run to resume: there is no such folder; name the folder" in result.stderr
     assert result.stdout == ""
     assert not (tmp_path / "run").exists()
+
+
+def test_explain_shows_one_rule_for_every_parameter():
+    result = CliRunner().invoke(app, ["train", "tiny", "--explain"])
+    assert result.exit_code == 0, result.stderr
+    cells = [line.split() for line in result.stdout.splitlines() if line.strip()]
+    lines = {name: " ".join(rest) for name, *rest in cells}
+    assert "muon 2 x (32, 32) x 1 0.1 report" in lines["layers.*.attention.wq_b.weight"]
+    assert "sinkhorn x 5 0 report" in lines["layers.*.engram.table.weight"]
+    assert lines["layers.*.moe.gate.bias"] == "8 8 load balance report"
+    assert lines["layers.*.moe.gate.weight"].endswith("0.1 ours")
+    whole = CliRunner().invoke(
+        app, ["train", "tiny", "--explain", "--set", "optimizer.head_wise=false"]
+    )
+    assert "2 x (32, 32)" not in whole.stdout
+
+
+def test_training_needs_data_and_a_folder():
+    result = CliRunner().invoke(app, ["train", "tiny"])
+    assert result.exit_code == 2
+    assert "name the token shards with --data" in result.stderr

@@ -12,12 +12,14 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from openv41.cli.device import resolve_device
 from openv41.cli.ui import err, note, show_line
+from openv41.cli.update_rules import show_update_rules
+from openv41.errors import InputError
 from openv41.presets import NAMES
 from openv41.train.config import TrainConfig
 from openv41.train.loop import Report, Run, StoppedError, Trainer
 from openv41.train.malloc import keep_freed_memory
 from openv41.train.metrics import StepRecord
-from openv41.train.recipes import configure
+from openv41.train.recipes import configure, without_data
 
 PLAIN_SECONDS = 10.0  # between the lines of a progress that no terminal shows
 
@@ -25,8 +27,10 @@ PLAIN_SECONDS = 10.0  # between the lines of a progress that no terminal shows
 def train(
     preset: Annotated[str, typer.Argument(metavar="PRESET", help=f"One of {NAMES}.")],
     *,
-    data: Annotated[Path, typer.Option(help="Folder of token shards, see 'data prepare'.")],
-    out: Annotated[Path, typer.Option(help="Folder of the run.")],
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of token shards, see 'data prepare'.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run.")] = None,
     heldout: Annotated[
         Path | None, typer.Option(help="Token shards to score, never to train.")
     ] = None,
@@ -39,8 +43,16 @@ def train(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in OUT.")] = False,
     device: Annotated[str, typer.Option(help="Where to train, such as cpu or cuda.")] = "cpu",
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Only show which parameter is updated how.")
+    ] = False,
 ) -> None:
     """Train a model on text, and on images; OUT/checkpoint holds it in the end."""
+    if explain:
+        show_update_rules(*without_data(preset, settings or []))
+        return
+    if data is None or out is None:
+        raise InputError("name the token shards with --data and the folder of the run with --out")
     place = resolve_device(device)
     if place.type == "cpu":
         keep_freed_memory()

@@ -83,6 +83,14 @@ def choose_rule(name: str, config: OptimizerConfig) -> Rule:
     return rule
 
 
+def lr_factors(config: OptimizerConfig) -> dict[Part, float]:
+    """Learning rates of parts of the model, as factors of the run's."""
+    return {
+        "engram table": config.engram_table_lr_factor,
+        "vision encoder": config.vision_lr_factor,
+    }
+
+
 def _make(
     update: str, groups: list[dict[str, Any]], config: OptimizerConfig
 ) -> torch.optim.Optimizer:
@@ -113,10 +121,7 @@ def _groups(
         rule = choose_rule(name, config)
         parameter.requires_grad_(rule.update != "load balance")
         members[replace(rule, is_open=False)].append(parameter)
-    factors = {
-        "engram table": config.engram_table_lr_factor,
-        "vision encoder": config.vision_lr_factor,
-    }
+    factors = lr_factors(config)
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for rule in sorted(members, key=group_name):
         if rule.update != "load balance":

@@ -1,6 +1,6 @@
 """From a preset and its settings to the model and the run. Report §2.5."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from openv41.io.tokenizer import TextTokenizer, load_tokenizer
 from openv41.ngram_hash_constants import table_rows
 from openv41.presets import preset, with_vocabulary
 from openv41.prompt.tokens import IMAGE
-from openv41.train.config import TrainConfig
+from openv41.train.config import OptimizerConfig, TrainConfig
 from openv41.train.overrides import apply_settings, field_paths, parse_settings, unknown_path
 
 FROM_TOKENIZER = ("vocab_size", "engram.compressed_vocab_size")
@@ -33,16 +33,11 @@ def configure(
     tokenizer = load_tokenizer(data)
     num_classes = len(set(compress_vocabulary(tokenizer.backend)))
     model = _with_images(preset(name), name, tokenizer) if images else _text_only(preset(name))
-    train = TrainConfig()
     changes = parse_settings(settings)
     model = with_vocabulary(
         model, vocab_size=tokenizer.vocab_size, compressed_vocab_size=num_classes
     )
-    model_changes = {k.removeprefix("model."): v for k, v in changes.items() if _is_model(k)}
-    train_changes = {k: v for k, v in changes.items() if not _is_model(k)}
-    _check_paths(changes, model, train)
-    model = _fit_table(apply_settings(model, model_changes, prefix="model."))
-    train = apply_settings(train, train_changes)
+    model, train = _apply(changes, model, TrainConfig())
     if train.sequence_length > model.max_position:
         problem = (
             f"sequence_length is {train.sequence_length}, the model allows {model.max_position} "
@@ -50,6 +45,23 @@ def configure(
         )
         raise ConfigError("train", [problem])
     return model, train, token_map_for(data, model) if model.engram else None
+
+
+def without_data(name: str, settings: Iterable[str]) -> tuple[ModelConfig, OptimizerConfig]:
+    """Model and optimizer settings of a preset with its stand-in vocabulary."""
+    model, train = _apply(parse_settings(settings), preset(name), TrainConfig())
+    return model, train.optimizer
+
+
+def _apply(
+    changes: Mapping[str, str], model: ModelConfig, train: TrainConfig
+) -> tuple[ModelConfig, TrainConfig]:
+    """Both with the settings; those of the model start with ``model.``."""
+    _check_paths(changes, model, train)
+    model_changes = {k.removeprefix("model."): v for k, v in changes.items() if _is_model(k)}
+    train_changes = {k: v for k, v in changes.items() if not _is_model(k)}
+    model = _fit_table(apply_settings(model, model_changes, prefix="model."))
+    return model, apply_settings(train, train_changes)
 
 
 def _text_only(model: ModelConfig) -> ModelConfig:
