@@ -23,7 +23,9 @@ def settings_of(optimizers):
 
 def test_groups_carry_rule_rate_decay_and_heads():
     model = CausalEncoderDecoder(tiny(), device="meta")
-    config = OptimizerConfig(weight_decay=0.5, engram_table_lr_factor=3.0, vision_lr_factor=0.5)
+    config = OptimizerConfig(
+        weight_decay=0.5, token_lr_factor=2.0, engram_table_lr_factor=3.0, vision_lr_factor=0.5
+    )
     optimizers = Optimizers(model, config)
     optimizers.set_lr(0.01)
     assert settings_of(optimizers) == {
@@ -32,7 +34,7 @@ def test_groups_carry_rule_rate_decay_and_heads():
         "backbone: muon": (0.01, 0.5, 1),
         "backbone: muon by index heads": (0.01, 0.5, 2),
         "backbone: muon by query heads": (0.01, 0.5, 2),
-        "backbone: sinkhorn": (0.01, None, None),
+        "tokens: sinkhorn": (0.02, None, None),
         "engram table: sinkhorn": (0.03, None, None),
         "vision encoder: adamw": (0.005, 0.5, None),
         "vision encoder: adamw without decay": (0.005, 0.0, None),

@@ -28,11 +28,12 @@ class OptimizerConfig:
     eps: float = 1e-20  # as disclosed; with weights in float32 it never underflows
     weight_decay: float = 0.1  # decoupled, for matrices and norms
     clip_norm: float = 1.0  # of all gradients together; 0 turns clipping off
+    token_lr_factor: float = 1.0  # of embedding and head
     engram_table_lr_factor: float = 5.0  # rows of the n-gram memory are hit rarely
     vision_lr_factor: float = 0.1  # the report says "smaller"
 
     def __post_init__(self) -> None:
-        factors = ("engram_table_lr_factor", "vision_lr_factor")
+        factors = ("token_lr_factor", "engram_table_lr_factor", "vision_lr_factor")
         problems = [
             f"{name} is {getattr(self, name)}, must be above 0 and finite"
             for name in ("lr", "eps", "update_rms", *factors)

@@ -86,6 +86,7 @@ def choose_rule(name: str, config: OptimizerConfig) -> Rule:
 def lr_factors(config: OptimizerConfig) -> dict[Part, float]:
     """Learning rates of parts of the model, as factors of the run's."""
     return {
+        "tokens": config.token_lr_factor,
         "engram table": config.engram_table_lr_factor,
         "vision encoder": config.vision_lr_factor,
     }

@@ -11,7 +11,7 @@ from openv41.config import ModelConfig
 
 Update = Literal["muon", "sinkhorn", "adamw", "load balance"]
 Blocks = Literal["one", "query heads", "index heads", "query, key, value"]
-Part = Literal["backbone", "engram table", "vision encoder"]
+Part = Literal["backbone", "tokens", "engram table", "vision encoder"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ OPEN_MUON = Rule(update="muon", decays=True, is_open=True)
 NORM = Rule(update="adamw", decays=True)
 VECTOR = Rule(update="adamw")
 OPEN_VECTOR = Rule(update="adamw", is_open=True)
-TOKENS = Rule(update="sinkhorn")
+TOKENS = Rule(update="sinkhorn", part="tokens")
 TABLE = Rule(update="sinkhorn", part="engram table")
 BALANCED = Rule(update="load balance")
 VISION_MUON = Rule(update="muon", decays=True, part="vision encoder")
