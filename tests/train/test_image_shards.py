@@ -16,7 +16,7 @@ from openv41.io.checkpoint import load_model
 from openv41.io.image_processor import load_image, process_image
 from openv41.io.tokenizer import train_tokenizer
 from openv41.prompt.tokens import IMAGE
-from openv41.train.image_batches import ImageBatches, best_fit
+from openv41.train.image_batches import ImageBatches
 from openv41.train.image_samples import ImagePart, Sample, TextPart, Turn
 from openv41.train.image_shards import ImageShards, prepare_image_shards
 from openv41.train.loop import Trainer
@@ -149,11 +149,6 @@ def test_every_epoch_holds_every_sample_once(shards):
         ImageBatches(shards, bin_tokens=8, seed=1)
 
 
-def test_best_fit_by_hand():
-    sizes = [6, 5, 4, 3, 2]
-    assert best_fit(list(enumerate(sizes)), 10) == [[0, 2], [1, 3, 4]]
-
-
 @pytest.fixture(scope="module")
 def run(text_files, tokenizer, shards, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
@@ -198,4 +193,4 @@ def test_image_positions_are_learned_only_where_asked(run):
     assert not packed.learned(None)[spans].any()
     assert torch.equal(packed.learned(image), packed.targets | spans)
     assert trainer.batches.batch(0).learned(image) is None  # text: all of it
-    assert packed.targets[: trainer.batches.rows_per_batch * 16].all()
+    assert packed.targets[: len(trainer.batches.batch(0).ids)].all()

@@ -1,9 +1,9 @@
 """Batches for training and windows for evaluation, out of token shards."""
 
-import bisect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -12,9 +12,8 @@ from torch import Tensor
 
 from openv41.errors import InputError
 from openv41.image_grid import ImageGrid
-from openv41.train.token_shards import TokenIds, TokenShards
-
-_MASK = (1 << 64) - 1
+from openv41.train.packing import best_fit, mix, shuffled, split_document
+from openv41.train.token_shards import TokenShards
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +56,27 @@ class PackedBatch:
         )
 
 
-class TrainingBatches:
-    """Batches of equal token counts; batch ``step`` depends on the seed and ``step`` alone.
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """Bins of one pass over the text, and the pieces that its last bin left to the next pass."""
 
-    Each epoch cuts the stream (seen as a ring) into rows of ``sequence_length`` tokens from another
-    starting point, and takes the rows in another order. Neighbouring rows share one token, so that
-    an epoch trains on every pair of neighbours in a document; a row ends documents where it ends.
+    number: int
+    first_step: int
+    bins: list[list[tuple[int, int]]]
+    left: list[tuple[int, int]]
+
+    @property
+    def end(self) -> int:
+        """Step that belongs to the next epoch."""
+        return self.first_step + len(self.bins)
+
+
+class TrainingBatches:
+    """Best-fit batches of whole documents; batch ``step`` depends on the seed and ``step`` alone.
+
+    A document of more than ``sequence_length`` tokens is cut into pieces, in each epoch elsewhere.
+    Neighbouring pieces share one token, so that an epoch trains on every pair of neighbours. Pieces
+    of a bin that is not full go into the next epoch.
     """
 
     def __init__(
@@ -75,48 +89,66 @@ class TrainingBatches:
                 f"batch_tokens is {batch_tokens}, must be a multiple of sequence_length "
                 f"({sequence_length})"
             )
-        if shards.num_tokens < sequence_length:
+        if shards.num_tokens < batch_tokens:
             raise InputError(
-                f"{shards.folder} holds {shards.num_tokens} tokens, fewer than one sequence of "
-                f"{sequence_length}; give more text or set a smaller sequence_length"
+                f"{shards.folder} holds {shards.num_tokens} tokens, fewer than one batch of "
+                f"{batch_tokens}; give more text or set a smaller batch_tokens"
             )
         self.shards = shards
         self.sequence_length = sequence_length
-        self.rows_per_batch = batch_tokens // sequence_length
-        self.rows_per_epoch = shards.num_tokens // (sequence_length - 1)
+        self.batch_tokens = batch_tokens
         self.seed = seed
+        self._epoch = self._pack(0, 0, [])
 
     def batch(self, step: int) -> PackedBatch:
-        """The batch of one step; any step costs the same, so training resumes anywhere."""
+        """The batch of one step."""
         if step < 0:
             raise InputError(f"step is {step}, must be at least 0")
-        first = step * self.rows_per_batch
-        ids: list[TokenIds] = []
-        lengths: list[int] = []
-        for number in range(first, first + self.rows_per_batch):
-            for start, stop in self._pieces(number):
-                ids.append(self.shards.read(start, stop))
-                lengths.append(stop - start)
-        return PackedBatch(torch.from_numpy(np.concatenate(ids)), tuple(lengths))
+        epoch = self._find(step)
+        key = mix(mix(self.seed) ^ epoch.number)
+        index = shuffled(step - epoch.first_step, len(epoch.bins), key)
+        ids = [self.shards.read(start, stop) for start, stop in epoch.bins[index]]
+        return PackedBatch(torch.from_numpy(np.concatenate(ids)), tuple(map(len, ids)))
 
     def epoch(self, step: int) -> float:
         """Passes over the text before ``step``."""
-        return step * self.rows_per_batch / self.rows_per_epoch
+        epoch = self._find(step)
+        return epoch.number + (step - epoch.first_step) / len(epoch.bins)
 
-    def _pieces(self, number: int) -> Iterator[tuple[int, int]]:
-        """Places in the stream of the pieces that fill row ``number`` of the whole run."""
-        epoch, index = divmod(number, self.rows_per_epoch)
-        key = mix(mix(self.seed) + epoch)
-        row = shuffled(index, self.rows_per_epoch, key)
-        total = self.shards.num_tokens
-        start = (key + row * (self.sequence_length - 1)) % total
-        left = self.sequence_length
-        while left:
-            document = bisect.bisect_right(self.shards.bounds, start) - 1
-            stop = min(start + left, self.shards.bounds[document + 1])
-            yield start, stop
-            left -= stop - start
-            start = stop % total
+    def padding(self, step: int) -> float:
+        """Share of the batches that stays empty in the epoch of ``step``."""
+        bins = self._find(step).bins
+        used = sum(stop - start for pieces in bins for start, stop in pieces)
+        return 1 - used / (len(bins) * self.batch_tokens)
+
+    def _find(self, step: int) -> Epoch:
+        epoch = self._epoch
+        if step < epoch.first_step:
+            epoch = self._pack(0, 0, [])
+        while step >= epoch.end:
+            epoch = self._pack(epoch.number + 1, epoch.end, epoch.left)
+        self._epoch = epoch
+        return epoch
+
+    def _pack(self, number: int, first_step: int, left: list[tuple[int, int]]) -> Epoch:
+        """Cut and pack the text for one epoch, with what the one before it left."""
+        pieces = left + list(self._pieces(mix(mix(self.seed) + number)))
+        order = [
+            pieces[shuffled(i, len(pieces), mix(self.seed ^ number))] for i in range(len(pieces))
+        ]
+        lengths = [stop - start for start, stop in order]
+        bins = best_fit(lengths, self.batch_tokens)
+        emptiest = min(bins, key=lambda bin_: sum(lengths[n] for n in bin_))
+        rest: list[int] = []
+        if len(bins) > 1 and sum(lengths[n] for n in emptiest) < self.batch_tokens:
+            bins.remove(emptiest)
+            rest = emptiest
+        packed = [[order[n] for n in bin_] for bin_ in bins]
+        return Epoch(number, first_step, packed, [order[n] for n in rest])
+
+    def _pieces(self, key: int) -> Iterator[tuple[int, int]]:
+        for number, (start, stop) in enumerate(pairwise(self.shards.bounds)):
+            yield from split_document(start, stop, self.sequence_length, mix(key + number))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,27 +186,3 @@ def evaluation_windows(
 def bits_per_byte(nats: float, num_bytes: int) -> float:
     """Summed negative log-likelihood of a text as bits per byte of it."""
     return nats / math.log(2) / num_bytes
-
-
-def mix(value: int) -> int:
-    """Scramble 64 bits (the finaliser of splitmix64)."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _MASK
-    return value ^ value >> 31
-
-
-def shuffled(index: int, size: int, key: int) -> int:
-    """Image of ``index`` under a pseudo-random permutation of range(size), in constant memory.
-
-    A Feistel network permutes the next power of four; values outside are sent through again.
-    """
-    half = max(1, (size.bit_length() + 1) // 2)
-    mask = (1 << half) - 1
-    while True:
-        left, right = index >> half, index & mask
-        for turn in range(6):
-            left, right = right, left ^ (mix(key ^ turn << 56 ^ right) & mask)
-        index = left << half | right
-        if index < size:
-            return index

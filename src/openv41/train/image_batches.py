@@ -7,10 +7,9 @@ import numpy as np
 import torch
 
 from openv41.errors import InputError
-from openv41.train.data import PackedBatch, mix, shuffled
+from openv41.train.data import PackedBatch
 from openv41.train.image_shards import ImageShards
-
-OPEN_BINS = 64  # that a sample may still go into
+from openv41.train.packing import best_fit, mix, shuffled
 
 
 class ImageBatches:
@@ -29,7 +28,8 @@ class ImageBatches:
             )
         self.shards, self.seed = shards, seed
         order = [shuffled(i, len(shards), mix(seed)) for i in range(len(shards))]
-        self.bins = best_fit([(i, shards.lengths[i]) for i in order], bin_tokens)
+        bins = best_fit([shards.lengths[i] for i in order], bin_tokens)
+        self.bins = [[order[place] for place in bin_] for bin_ in bins]
 
     def batch(self, step: int) -> PackedBatch:
         """The samples of one step."""
@@ -47,22 +47,3 @@ class ImageBatches:
     def epoch(self, step: int) -> float:
         """Passes over the samples before ``step``."""
         return step / len(self.bins)
-
-
-def best_fit(lengths: list[tuple[int, int]], capacity: int) -> list[list[int]]:
-    """Pack numbered lengths, in their order, into bins; each goes where it leaves least room."""
-    bins: list[list[int]] = []
-    room: dict[int, int] = {}  # of the open bins
-    for number, length in lengths:
-        fitting = [index for index, left in room.items() if left >= length]
-        if fitting:
-            best = min(fitting, key=lambda index: (room[index], index))
-        else:
-            best = len(bins)
-            bins.append([])
-            room[best] = capacity
-            if len(room) > OPEN_BINS:
-                del room[min(room, key=lambda index: (room[index], index))]
-        bins[best].append(number)
-        room[best] -= length
-    return bins
