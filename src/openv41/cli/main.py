@@ -14,6 +14,7 @@ from openv41.cli.fixture import fixture
 from openv41.cli.generate import generate
 from openv41.cli.inspect import inspect_app
 from openv41.cli.plan import plan
+from openv41.cli.report import report
 from openv41.cli.serve import serve
 from openv41.cli.tokenizer import tokenizer_app
 from openv41.cli.trace import trace
@@ -79,6 +80,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(fixture)
 app.command()(plan)
+app.command()(report)
 app.command()(serve)
 app.command()(trace)
 app.command()(train)

@@ -87,6 +87,15 @@ class RunLog:
         write_atomic(self._path, kept.encode())
 
 
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Records of a log; a half-written last line is left out."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot read the log of the run: {error}") from None
+    return [json.loads(line) for line in lines if _step_of(line) is not None]
+
+
 def _flat(values: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, float]]:
     """Nested figures under slashed names, lists by their place."""
     for key, value in values.items():

@@ -1,0 +1,82 @@
+"""``openv41 report``: a training run as pictures and one page."""
+
+import base64
+import html
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from openv41.cli.run_plots import draw_run
+from openv41.cli.ui import show_line
+from openv41.errors import DataError
+from openv41.io.atomic import write_atomic
+from openv41.train.metrics import LOG_FILE, read_records
+
+PAGE_FILE = "report.html"
+STYLE = (
+    "body { font: 16px/1.5 system-ui, sans-serif; color: #30363d; max-width: 60rem;"
+    " margin: 2.5rem auto; padding: 0 1.25rem; } img { max-width: 100%; }"
+    " td { padding: .3rem .8rem .3rem 0; border-bottom: 1px solid #eaeef2; }"
+    " td + td { font-variant-numeric: tabular-nums; }"
+)
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder of a training run.", show_default=False)],
+    *,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write, RUN/report unless given.")
+    ] = None,
+) -> None:
+    """Draw loss, expert balance, update sizes and gradient norms, and one HTML page of them."""
+    records = read_records(run / LOG_FILE)
+    if not records:
+        raise DataError(f"{run / LOG_FILE} holds no step yet; wait for the first one")
+    folder = run / "report" if out is None else out
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = draw_run(records, folder)
+    page = folder / PAGE_FILE
+    write_atomic(page, _page(run.name, summarise(records), pictures).encode())
+    for path in (*pictures, page):
+        show_line(str(path))
+
+
+def summarise(records: list[dict[str, Any]]) -> dict[str, str]:
+    """Figures of a run in words."""
+    last = records[-1]
+    scores = [r["heldout_bits_per_byte"] for r in records if "heldout_bits_per_byte" in r]
+    speed = sum(r["tokens_per_second"] for r in records) / len(records)
+    rows = {
+        "steps": f"{last['step']:,}",
+        "tokens": f"{last['tokens']:,}",
+        "loss of the last step": f"{last['loss']:.4f} nats per token",
+        "tokens per second": f"{speed:,.0f}",
+    }
+    for kind, value in last.get("losses", {}).items():
+        rows[f"loss of the last step, {kind}"] = f"{value:.4f} nats per token"
+    if scores:
+        rows["held-out text"] = f"{scores[-1]:.4f} bits per byte (best {min(scores):.4f})"
+    for kind, balance in last["balance"].items():
+        worst = max(balance["max_over_mean"])
+        rows[f"largest expert load over the mean, {kind}"] = f"{worst:.2f} in the worst layer"
+    return rows
+
+
+def _page(title: str, rows: dict[str, str], pictures: list[Path]) -> str:
+    """One HTML file with everything inside."""
+    cells = "\n".join(
+        f"<tr><td>{html.escape(key)}</td><td>{html.escape(value)}</td></tr>"
+        for key, value in rows.items()
+    )
+    images = "\n".join(
+        f'<p><img alt="{path.stem}" src="data:image/png;base64,'
+        f'{base64.b64encode(path.read_bytes()).decode()}"></p>'
+        for path in pictures
+    )
+    name = html.escape(title)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
+        f"<style>{STYLE}</style></head>\n<body><h1>{name}</h1>\n<table>{cells}</table>\n{images}\n"
+        "</body></html>\n"
+    )

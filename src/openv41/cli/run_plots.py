@@ -1,0 +1,146 @@
+"""Pictures of a training run, from its log."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from openv41.errors import InputError
+from openv41.io.atomic import atomic_path
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SMOOTHED_SHARE = 50  # a smoothed curve is the mean over this part of the run
+COLOURS = {"all": "#1f5fbf", "text": "#30363d", "image": "#e07b00"}
+Record = Mapping[str, Any]
+
+
+def draw_run(records: Sequence[Record], folder: Path) -> list[Path]:
+    """Write loss, balance, update size and gradient norm as PNG files; returns those written.
+
+    A picture whose figures the log does not hold is left out.
+    """
+    drawn = []
+    for name, draw in PICTURES.items():
+        figure = _figure()
+        if draw(figure, records):
+            path = folder / f"{name}.png"
+            with atomic_path(path) as temporary:
+                figure.savefig(temporary, format="png")
+            drawn.append(path)
+    return drawn
+
+
+def _figure() -> "Figure":
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 -- an optional extra
+    except ImportError:
+        raise InputError("pictures need matplotlib; pip install 'openv41[plot]'") from None
+    return Figure(figsize=(9, 4.5), dpi=140, layout="constrained")
+
+
+def _draw_loss(figure: "Figure", records: Sequence[Record]) -> bool:
+    """Training loss, by modality where there are both, and the held-out score."""
+    left, right = figure.subplots(1, 2)
+    series = {"all": [(r["tokens"], r["loss"]) for r in records]}
+    for kind in ("text", "image"):
+        found = [(r["tokens"], r["losses"][kind]) for r in records if kind in r.get("losses", {})]
+        if found:
+            series[kind] = found
+    if len(series) == 2:  # one modality is all there is
+        del series["all"]
+    for kind, points in series.items():
+        _curve(left, points, COLOURS[kind], kind)
+    _finish(left, "Loss", "nats per token")
+    scores = [(r["tokens"], r["heldout_bits_per_byte"]) for r in records
+              if "heldout_bits_per_byte" in r]  # fmt: skip
+    if scores:
+        _line(right, scores, COLOURS["image"], "held-out text", marker="o")
+        _finish(right, "Held-out text", "bits per byte")
+    else:
+        right.set_axis_off()
+    return True
+
+
+def _draw_balance(figure: "Figure", records: Sequence[Record]) -> bool:
+    """Largest load over the mean, per layer and modality, over the run."""
+    kinds = [k for k in ("text", "image") if any(k in r["balance"] for r in records)]
+    if not kinds:
+        return False
+    for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
+        found = [r for r in records if kind in r["balance"]]
+        rows = list(zip(*(r["balance"][kind]["max_over_mean"] for r in found), strict=True))
+        limits = (0, found[-1]["tokens"] / 1e6, len(rows) - 0.5, -0.5)
+        image = axes.imshow(
+            rows, aspect="auto", extent=limits, cmap="viridis", vmin=1, interpolation="nearest"
+        )
+        figure.colorbar(image, ax=axes, label="largest load / mean (1 is even)")
+        _finish(axes, f"Expert load, {kind} tokens", "layer", legend=False)
+    return True
+
+
+def _draw_updates(figure: "Figure", records: Sequence[Record]) -> bool:
+    """RMS of each parameter group's update."""
+    found = [r for r in records if r.get("update_rms")]
+    if not found:
+        return False
+    axes = figure.subplots()
+    for group in found[0]["update_rms"]:
+        _line(axes, [(r["tokens"], r["update_rms"][group]) for r in found], None, group)
+    axes.set_yscale("log")
+    _finish(axes, "Size of updates", "RMS")
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    return True
+
+
+def _draw_gradients(figure: "Figure", records: Sequence[Record]) -> bool:
+    """Gradient norm and learning rate."""
+    left, right = figure.subplots(1, 2)
+    _curve(left, [(r["tokens"], r["grad_norm"]) for r in records], COLOURS["all"], "all parameters")
+    left.set_yscale("log")
+    _finish(left, "Gradient norm before clipping", "")
+    _line(right, [(r["tokens"], r["lr"]) for r in records], COLOURS["all"], "")
+    _finish(right, "Learning rate", "", legend=False)
+    return True
+
+
+PICTURES: dict[str, Callable[["Figure", Sequence[Record]], bool]] = {
+    "loss": _draw_loss,
+    "balance": _draw_balance,
+    "updates": _draw_updates,
+    "gradients": _draw_gradients,
+}
+
+
+def _curve(axes: "Axes", points: Sequence[tuple[float, float]], colour: str, label: str) -> None:
+    """Faint values and their centred running mean."""
+    half = len(points) // SMOOTHED_SHARE // 2
+    values = [value for _, value in points]
+    smooth = []
+    for place in range(len(values)):
+        reach = min(half, place, len(values) - 1 - place)
+        part = values[place - reach : place + reach + 1]
+        smooth.append(sum(part) / len(part))
+    axes.plot([t / 1e6 for t, _ in points], values, color=colour, alpha=0.2, linewidth=0.8)
+    axes.plot([t / 1e6 for t, _ in points], smooth, color=colour, label=label)
+
+
+def _line(
+    axes: "Axes",
+    points: Sequence[tuple[float, float]],
+    colour: str | None,
+    label: str,
+    marker: str = "",
+) -> None:
+    axes.plot([t / 1e6 for t, _ in points], [v for _, v in points], color=colour, label=label,
+              marker=marker, markersize=4)  # fmt: skip
+
+
+def _finish(axes: "Axes", title: str, unit: str, *, legend: bool = True) -> None:
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel("training tokens (millions)")
+    axes.set_ylabel(unit)
+    axes.spines[["top", "right"]].set_visible(False)
+    if legend:
+        axes.legend(frameon=False)
