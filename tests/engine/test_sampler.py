@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openv41.engine.sampler import LogitsError, Sampler, SamplingConfig, keep
+from openv41.engine.sampler import LogitsError, Sampler, SamplingConfig, kept_ids
 from openv41.errors import ConfigError, InputError
 
 pytestmark = pytest.mark.shapes
@@ -184,14 +184,14 @@ def test_logits_are_not_changed():
     ],
 )
 def test_cuts(options, want):
-    assert keep(EIGHTHS, SamplingConfig(**options)).tolist() == want
+    assert kept_ids(EIGHTHS, SamplingConfig(**options)).tolist() == want
 
 
 def test_cuts_take_the_lowest_ids_among_equals():
     equal = torch.full((1024,), 2.0**-10, dtype=torch.float64)
-    assert keep(equal, SamplingConfig(top_k=3)).tolist() == [0, 1, 2]
-    assert keep(equal, SamplingConfig(top_p=0.25)).tolist() == list(range(256))
-    assert keep(equal, SamplingConfig(top_p=5e-324)).tolist() == [0]
+    assert kept_ids(equal, SamplingConfig(top_k=3)).tolist() == [0, 1, 2]
+    assert kept_ids(equal, SamplingConfig(top_p=0.25)).tolist() == list(range(256))
+    assert kept_ids(equal, SamplingConfig(top_p=5e-324)).tolist() == [0]
 
 
 @pytest.mark.parametrize("top_p", [0.00137, 0.3001, 0.9001, 0.99999])
@@ -199,7 +199,7 @@ def test_cuts_take_the_lowest_ids_among_equals():
 def test_top_p_of_a_large_vocabulary_equals_loops(spread, top_p):
     config = SamplingConfig(top_p=top_p)
     scores = (torch.randn(3000) * spread).round(decimals=1).double()
-    got = keep(torch.softmax(scores, 0), config).tolist()
+    got = kept_ids(torch.softmax(scores, 0), config).tolist()
     assert got == list(naive_shares(scores.tolist(), config))
 
 

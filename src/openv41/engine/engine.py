@@ -21,7 +21,7 @@ from openv41.engine.constraint import ConstraintError
 from openv41.engine.images import ImageCache, JobImages, find_spans, join
 from openv41.engine.job import Job, Sink
 from openv41.engine.paged_store import CacheConfig, PagedStore
-from openv41.engine.prefixes import Prefixes, open_disk
+from openv41.engine.prefix_cache import PrefixCache, open_disk
 from openv41.engine.request import Answer, Event, FinishReason, Request
 from openv41.engine.sampler import Sampler
 from openv41.engine.scheduler import ScheduleConfig, Scheduler
@@ -92,7 +92,7 @@ class Engine:
         disk = None
         if config.disk_folder is not None:
             disk = open_disk(self.store, config.disk_folder, fingerprint, config.disk_bytes)
-        self.prefixes = Prefixes(
+        self.prefixes = PrefixCache(
             self.store,
             cut=self.cut,
             max_snapshots=config.max_snapshots,
@@ -242,7 +242,7 @@ class Engine:
                 self._end(step[0][0], FinishReason.ERROR, error)
             else:
                 for job, _ in reversed(step):
-                    job.alone = True
+                    job.is_alone = True
                     self.scheduler.restart(job)
             return
         if probe is not None:
@@ -291,7 +291,7 @@ class Engine:
 
     def _draw(self, job: Job, logits: Float[Tensor, "T V"]) -> None:
         """Take the next token, send it, and end the request where it ends."""
-        job.rows, job.alone = None, False
+        job.rows, job.is_alone = None, False
         event, reason = draw(job, logits[0], self.model.config)
         self.figures.generated_tokens += event.token is not None
         if reason is not None:

@@ -39,7 +39,7 @@ class Job:
     snapshot_at: int = 0  # position of the last snapshot of its windows
     kept_pages: int = 0  # whole pages that the prefix cache has been told of
     page_keys: list[bytes] = field(default_factory=list)  # of its whole pages on disk
-    alone: bool = False  # runs beside nobody until its next token: a batch with it failed
+    is_alone: bool = False  # runs beside nobody until its next token: a batch with it failed
     finished: FinishReason | None = None
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     prompt_top: list[Alternatives] = field(default_factory=list)

@@ -1,249 +1,195 @@
-"""The prefix cache: a radix tree over tokens that keeps the pages of finished prefixes."""
+"""Prefix reuse: what a new prompt can take over from earlier ones. Report §2.2.
 
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+Shared pages hold main KV and index keys, never window KV. A hit in exact mode restores windows from
+a snapshot or replays as many rows as its layers see; in bounded mode it replays the last window of
+rows, and what is computed after such a replay goes into a tree of its own.
+"""
 
-from openv41.engine.pages import PageAllocator
+import logging
+from collections.abc import Sequence
+from pathlib import Path
 
-Keys = tuple[Hashable, ...]
+import torch
 
+from openv41 import ops
+from openv41.engine.disk_tier import DiskTier, key_of
+from openv41.engine.job import Job
+from openv41.engine.paged_store import PagedStore, Snapshot
+from openv41.engine.pages import OutOfPages
+from openv41.engine.prefix_tree import Match, PrefixTree
+from openv41.layers.store import Slot
+from openv41.model.prefill import PrefillMode, PromptRows, ReplayVariant, first_needed, prompt_rows
 
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The longest known prefix: its tokens, and the pages of their state.
+Keys = Sequence[int | bytes]  # of positions: token ids, or an image's content
 
-    The last page may hold more positions than the match does: copy it before writing to it.
-    """
-
-    length: int
-    pages: list[int]
-
-
-@dataclass(eq=False, slots=True)
-class _Node:
-    """A run of keys that ends at position ``end`` and does not cross the end of a page.
-
-    A node with a page stands where that page's content ends: at the page's own end, or earlier (a
-    partly filled page, always a leaf). A node without one stands where two pages of the same
-    positions part, and has at least two children. The root alone has neither.
-    """
-
-    keys: Keys
-    end: int
-    parent: "_Node | None" = None
-    page: int | None = None
-    children: "dict[Hashable, _Node]" = field(default_factory=dict)
-
-    def path(self) -> "Iterator[_Node]":
-        """Yield the nodes with a page from this one up to the root."""
-        node: _Node | None = self
-        while node is not None:
-            if node.page is not None:
-                yield node
-            node = node.parent
-
-    def first_page(self) -> "_Node":
-        """Find a node whose page covers this node's keys."""
-        node = self
-        while node.page is None:
-            node = next(iter(node.children.values()))
-        return node
+logger = logging.getLogger(__name__)
 
 
 class PrefixCache:
-    """Remembers which pages hold the state of which prefix, token by token.
-
-    Keys of positions are token ids or any other hashable (an image's content). The cache holds one
-    reference to each of its pages; a caller that uses the pages of a match shares them before the
-    next call. Not for several threads at a time.
-    """
+    """The prefix cache of an engine: trees in memory, snapshots of windows, records on disk."""
 
     def __init__(
-        self, allocator: PageAllocator, page_size: int, *, max_snapshots: int = 64
+        self,
+        store: PagedStore,
+        *,
+        cut: int | None,
+        max_snapshots: int,
+        disk: DiskTier | None = None,
+        variant: ReplayVariant = ReplayVariant.FIRST_LAYER_FULL_WINDOW,
     ) -> None:
-        assert page_size > 0, f"page_size is {page_size}"
-        assert max_snapshots >= 0, f"max_snapshots is {max_snapshots}"
-        self._allocator = allocator
-        self._page_size = page_size
-        self._max_snapshots = max_snapshots
-        self._root = _Node((), 0)
-        # Every node with a page, least recently used first. A node comes after all nodes below it,
-        # so the first one is a leaf.
-        self._order: OrderedDict[_Node, None] = OrderedDict()
-        self._snapshots: OrderedDict[_Node, object] = OrderedDict()  # least recently used first
+        size = store.cache.page_size
+        self._store, self._cut, self._size, self._variant = store, cut, size, variant
+        self._exact = PrefixTree(store.allocator, size, max_snapshots=max_snapshots)
+        self._approximate = PrefixTree(store.allocator, size, max_snapshots=0)
+        self._takes_snapshots = max_snapshots > 0
+        self.disk = disk
+        self.hit_tokens = 0
 
     def __len__(self) -> int:
-        """Count the pages that the cache holds."""
-        return len(self._order)
+        """Pages that the cache holds."""
+        return len(self._exact) + len(self._approximate)
 
-    @property
-    def num_snapshots(self) -> int:
-        """Number of snapshots that the cache holds."""
-        return len(self._snapshots)
+    def adopt(self, job: Job, *, reuse: bool) -> None:
+        """Let an open, empty request continue from the longest known prefix of its tokens."""
+        if not reuse:
+            job.rows, job.done, job.cached_tokens = self._rows(job, 0), 0, 0
+            return
+        store, bounded = self._store, job.mode is PrefillMode.BOUNDED
+        keys = job.keys(len(job.tokens) - 1)
+        match = self._exact.match(keys)
+        if self.disk is not None:
+            match = self._load_from_disk(job, keys, match)
+        if bounded:
+            other = self._approximate.match(keys)
+            if other.length > match.length:
+                match, job.is_approximate = other, True
+        known = match.length
+        rows = self._rows(job, known)
+        snapshot = None if bounded or not known else self._snapshot(job, keys, known, rows.start)
+        if snapshot is not None:
+            rows = self._rows(job, known, restored=snapshot.position)
+        if known:
+            try:
+                recent = job.images.masked(job.tokens[: rows.start], ops.DEAD)
+                store.adopt(job.number, match.pages, known, recent, rows.start)
+            except OutOfPages:  # not even one for the partly known page
+                known, rows, snapshot = 0, self._rows(job, 0), None
+        if snapshot is not None:
+            store.restore(job.number, snapshot)
+        job.is_approximate |= bounded and rows.start > 0
+        job.rows, job.done, job.cached_tokens = rows, rows.start, known
+        self.hit_tokens += known
 
-    def match(self, tokens: Sequence[Hashable]) -> Match:
-        """Find the longest known prefix of ``tokens`` and mark it as used."""
-        length, path = self._walk(tuple(tokens))
-        self._touch(path)
-        return Match(length, [node.page for node in path if node.page is not None])
+    def keep(self, job: Job, *, ends: bool) -> None:
+        """Remember the whole pages of a job, and the last one too where it ``ends``."""
+        length = job.done if ends else job.done - job.done % self._size
+        if length <= job.kept_pages * self._size:
+            return
+        whole, known = length // self._size, job.kept_pages
+        job.kept_pages = whole
+        tree = self._approximate if job.is_approximate else self._exact
+        pages = self._store.pages_of(job.number, length)
+        keys = job.keys(length)
+        tree.insert(keys, pages)
+        if not job.is_approximate:
+            self._take_snapshot(job, keys)
+            self._save_to_disk(job, keys, pages[known:whole])
 
-    def insert(self, tokens: Sequence[Hashable], pages: Sequence[int]) -> None:
-        """Remember that ``pages`` hold the state of ``tokens``; share those not yet known.
+    def make_room(self, count: int) -> int:
+        """Free pages that only the cache holds."""
+        freed = self._approximate.evict(count)
+        return freed + self._exact.evict(count - freed)
 
-        Known pages stay, except that a fuller page replaces a partly filled one that it extends.
-        """
-        keys, size = tuple(tokens), self._page_size
-        assert len(pages) == -(-len(keys) // size), (
-            f"{len(keys)} tokens fill {-(-len(keys) // size)} pages of {size}, got {len(pages)}"
-        )
-        node, path = self._root, []
-        for index, page in enumerate(pages):
-            node = self._insert_page(node, keys[index * size : (index + 1) * size], page)
-            path.append(node)
-        self._touch(path)
-
-    def evict(self, count: int) -> int:
-        """Free up to ``count`` pages, least recently used prefixes first; return how many.
-
-        Pages that others hold stay, and so does the prefix before them: both count as used now.
-        """
-        freed = 0
-        kept: dict[_Node, None] = {}
-        while freed < count and self._order and (node := next(iter(self._order))) not in kept:
-            assert node.page is not None, f"a node that ends at {node.end} is kept without a page"
-            if self._allocator.references(node.page) == 1:
-                self._drop(node)
-                freed += 1
-                continue
-            for above in node.path():
-                if above in kept:
-                    break
-                kept[above] = None
-                self._order.move_to_end(above)
-        self._touch(kept)
-        return freed
+    def close(self) -> None:
+        """Forget everything, and put what is on the disk in order."""
+        self.clear()
+        if self.disk is not None:
+            self.disk.close()
 
     def clear(self) -> None:
-        """Forget everything; pages that nobody else holds become free."""
-        self._allocator.release([node.page for node in self._order if node.page is not None])
-        self._order.clear()
-        self._snapshots.clear()
-        self._root.children.clear()
+        """Forget everything that is in memory."""
+        self._exact.clear()
+        self._approximate.clear()
 
-    def attach(self, tokens: Sequence[Hashable], snapshot: object) -> bool:
-        """Keep a snapshot of the state after ``tokens``, which end with a page.
-
-        It goes with its page, or when it is the least recently used of too many. Return whether it
-        was kept: not if the tokens are unknown.
-        """
-        keys = tuple(tokens)
-        assert len(keys) % self._page_size == 0 < len(keys), (
-            f"a snapshot belongs to the end of a page of {self._page_size}, not to {len(keys)}"
+    def _rows(self, job: Job, known: int, restored: int | None = None) -> PromptRows:
+        return prompt_rows(
+            self._store.config,
+            job.mode,
+            len(job.tokens),
+            cut=self._cut,
+            known=known,
+            restored=restored,
+            variant=self._variant,
         )
-        length, path = self._walk(keys)
-        if length < len(keys):
-            return False
-        self._snapshots[path[-1]] = snapshot
-        self._snapshots.move_to_end(path[-1])
-        if len(self._snapshots) > self._max_snapshots:
-            self._snapshots.popitem(last=False)
-        return path[-1] in self._snapshots
 
-    def snapshots(self, tokens: Sequence[Hashable], up_to: int) -> Iterator[tuple[int, object]]:
-        """Yield position and snapshot along ``tokens``, at most at ``up_to``, the deepest first.
+    def _snapshot(self, job: Job, keys: Keys, known: int, start: int) -> Snapshot | None:
+        """The deepest snapshot that saves rows of a replay and has the windows that are needed."""
+        config = self._store.config
+        for position, kept in self._exact.snapshots(keys, known):
+            assert isinstance(kept, Snapshot), f"{kept!r} is no snapshot"
+            if position <= start:
+                return None
+            if all(Slot("window", layer) in kept.rows for layer in range(config.num_layers)):
+                return kept
+            cut = self._cut if job.mode is PrefillMode.EXACT else None
+            if cut and all(Slot("window", layer) in kept.rows for layer in range(cut)):
+                needed = first_needed(config, len(job.tokens), cut, known)
+                if needed[cut] - (config.attention.window_size - 1) >= position:
+                    return kept
+        return None
 
-        A snapshot counts as used when it is yielded.
-        """
-        length, path = self._walk(tuple(tokens[:up_to]))
-        for node in reversed(path):
-            if node.end <= length and node in self._snapshots:
-                self._snapshots.move_to_end(node)
-                yield node.end, self._snapshots[node]
+    def _take_snapshot(self, job: Job, keys: Keys) -> None:
+        position = job.done - job.done % self._size
+        if position in (0, job.snapshot_at) or job.mode is PrefillMode.BOUNDED:
+            return
+        if self._takes_snapshots and job.done - position <= self._store.cache.draft_tokens:
+            job.snapshot_at = position
+            snapshot = self._store.snapshot(job.number, position)
+            self._exact.attach(keys[:position], snapshot)
 
-    def _walk(self, keys: Keys) -> tuple[int, list[_Node]]:
-        """Follow ``keys`` as far as they are known: how far, and one node for each page."""
-        node, at, path = self._root, 0, []
-        while at < len(keys) and (child := node.children.get(keys[at])) is not None:
-            same = _common(child.keys, keys[at : at + len(child.keys)])
-            at += same
-            node = child
-            if node.page is not None:
-                path.append(node)
-            if same < len(node.keys):
-                break
-        if node.page is None and node is not self._root:
-            path.append(node.first_page())
-        return at, path
+    def _extend_keys(self, names: list[bytes], keys: Keys) -> None:
+        """Add the names of whole pages that ``names`` does not reach yet."""
+        for page in range(len(names), len(keys) // self._size):
+            of_page = tuple(keys[page * self._size : (page + 1) * self._size])
+            names.append(key_of(names[-1] if names else b"", of_page))
 
-    def _insert_page(self, node: _Node, keys: Keys, page: int) -> _Node:
-        """Find the node whose page covers ``keys`` below ``node``; if new, it owns ``page``."""
-        while keys:
-            child = node.children.get(keys[0])
-            if child is None:
-                partly_filled = node.page is not None and node.end % self._page_size
-                return (self._refill if partly_filled else self._add)(node, keys, page)
-            same = _common(child.keys, keys)
-            if same < min(len(child.keys), len(keys)):
-                child = _split(child, same)
-            node, keys = child, keys[same:]
-        return node.first_page()
+    def _save_to_disk(self, job: Job, keys: Keys, new_pages: Sequence[int]) -> None:
+        """Save the newest whole pages of a job."""
+        if self.disk is None or not new_pages:
+            return
+        self._extend_keys(job.page_keys, keys)
+        first = job.kept_pages - len(new_pages)
+        for key, page in zip(job.page_keys[first : job.kept_pages], new_pages, strict=True):
+            if key not in self.disk:
+                self.disk.put(key, self._store.read_page(page).cpu().numpy().tobytes())
 
-    def _add(self, parent: _Node, keys: Keys, page: int) -> _Node:
-        """Append a new page."""
-        self._allocator.share([page])
-        node = _Node(keys, parent.end + len(keys), parent, page)
-        parent.children[keys[0]] = node
-        self._order[node] = None
-        return node
-
-    def _refill(self, node: _Node, keys: Keys, page: int) -> _Node:
-        """Put ``page``, which holds ``keys`` more, in the place of a partly filled page."""
-        assert node.page is not None, f"no page to replace at {node.end}"
-        self._allocator.share([page])  # first: it may be the same page, filled further
-        self._allocator.release([node.page])
-        node.keys += keys
-        node.end += len(keys)
-        node.page = page
-        return node
-
-    def _drop(self, node: _Node) -> None:
-        """Release the page of a leaf and take the leaf out of the tree."""
-        page, parent = node.page, node.parent
-        assert not node.children, f"the node that ends at {node.end} is not a leaf"
-        assert page is not None, f"the leaf that ends at {node.end} has no page"
-        assert parent is not None, "the root is not to be dropped"
-        self._allocator.release([page])
-        del self._order[node]
-        self._snapshots.pop(node, None)
-        del parent.children[node.keys[0]]
-        if parent.parent is not None and parent.page is None and len(parent.children) == 1:
-            (only,) = parent.children.values()  # nothing parts here any more
-            only.keys = parent.keys + only.keys
-            only.parent = parent.parent
-            parent.parent.children[only.keys[0]] = only
-
-    def _touch(self, nodes: Iterable[_Node]) -> None:
-        """Mark nodes, and with each all nodes above it, as used just now."""
-        for node in sorted(nodes, key=lambda node: node.end, reverse=True):
-            self._order.move_to_end(node)
+    def _load_from_disk(self, job: Job, keys: Keys, match: Match) -> Match:
+        """Bring the pages that follow a match back from the disk."""
+        assert self.disk is not None, "no disk tier"
+        store, first = self._store, match.length // self._size
+        self._extend_keys(job.page_keys, keys)
+        store.allocator.share(match.pages)
+        loaded: list[int] = []
+        try:
+            for key in job.page_keys[first : len(keys) // self._size]:
+                if (record := self.disk.get(key)) is None:
+                    break
+                if not store.allocator.free and not self.make_room(1):
+                    break
+                loaded += store.allocator.take(1)
+                data = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+                store.write_page(loaded[-1], data.to(store.device))
+            if loaded:
+                length = (first + len(loaded)) * self._size
+                self._exact.insert(keys[:length], [*match.pages[:first], *loaded])
+        finally:
+            store.allocator.release(match.pages)
+            store.allocator.release(loaded)
+        return self._exact.match(keys)
 
 
-def _common(a: Keys, b: Keys) -> int:
-    """Count the equal keys that ``a`` and ``b`` begin with."""
-    if a == b:
-        return len(a)
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
-
-
-def _split(node: _Node, at: int) -> _Node:
-    """Part a node's keys in two; return the new upper node, which has no page."""
-    parent = node.parent
-    assert parent is not None, "the root has no keys to part"
-    assert 0 < at < len(node.keys), f"{len(node.keys)} keys cannot be parted at {at}"
-    upper = _Node(node.keys[:at], parent.end + at, parent)
-    parent.children[node.keys[0]] = upper
-    upper.children[node.keys[at]] = node
-    node.keys, node.parent = node.keys[at:], upper
-    return upper
+def open_disk(store: PagedStore, folder: Path, fingerprint: str, max_bytes: int) -> DiskTier:
+    """Open the persistent tier for the pages of a store."""
+    return DiskTier(
+        folder, record_bytes=store.page_bytes(), fingerprint=fingerprint, max_bytes=max_bytes
+    )

@@ -5,7 +5,7 @@ from collections import deque
 
 from openv41.engine.request import Event
 from openv41.io.tokenizer import TextTokenizer
-from openv41.prompt import Event as Said
+from openv41.prompt import Event as PromptEvent
 from openv41.prompt import Section, StreamParser, TextDelta
 from openv41.prompt.tokens import ASSISTANT, BOS, DSML, EOS, SYSTEM, THINK, THINK_END, USER
 
@@ -31,13 +31,13 @@ class AnswerReader:
         self._coming: deque[tuple[int, bool]] = deque()  # lengths of texts drawn but not yet told
         self._begun = ""  # of a special token that is told in parts
 
-    def read(self, event: Event) -> list[Said]:
+    def read(self, event: Event) -> list[PromptEvent]:
         """What an event of the engine adds."""
         if self._parser is None:
             return [TextDelta(event.text)] if event.text else []
         if event.token is not None:
             self._expect(event.token)
-        said: list[Said] = []
+        said: list[PromptEvent] = []
         text = event.text
         while text:
             length, is_special = self._coming.popleft() if self._coming else (len(text), False)

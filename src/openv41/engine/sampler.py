@@ -155,7 +155,7 @@ class Sampler:
         if self.config.temperature == 0:
             return int((scores == best).nonzero()[0])
         shares = torch.softmax((scores - best) / self.config.temperature, 0)  # no overflow near 0
-        ids = keep(shares, self.config)
+        ids = kept_ids(shares, self.config)
         total = shares[ids].cumsum(0)
         point = torch.rand(1, generator=self._generator, dtype=torch.float64) * total[-1]
         place = int(torch.searchsorted(total, point, right=True))
@@ -180,7 +180,7 @@ def check_logits(logits: Float[Tensor, " V"], owner: str) -> None:
     )
 
 
-def keep(shares: Float[Tensor, " V"], config: SamplingConfig) -> Int64[Tensor, " kept"]:
+def kept_ids(shares: Float[Tensor, " V"], config: SamplingConfig) -> Int64[Tensor, " kept"]:
     """Ids, ascending, that min_p, top_k and top_p leave; of equals, the lowest ids stay."""
     ids = ((shares > 0) & (shares >= config.min_p * shares.max())).nonzero().flatten()
     if config.top_k is not None and config.top_k < len(ids):

@@ -53,7 +53,7 @@ class Scheduler:
         """Choose jobs and how many tokens of each; their pages are reserved."""
         self._fill_places()
         budget = self.config.tokens_per_step
-        running = [job for job in self.running if job.alone][:1] or self.running
+        running = [job for job in self.running if job.is_alone][:1] or self.running
         decoding = [job for job in running if not job.is_prefill][:budget]
         shares = [(job, 1) for job in decoding]
         budget -= len(decoding)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from openv41.engine.images import ImageCache
 from openv41.engine.job import Job
 from openv41.engine.paged_store import PagedStore
-from openv41.engine.prefixes import Prefixes
+from openv41.engine.prefix_cache import PrefixCache
 from openv41.engine.scheduler import Scheduler
 from openv41.io.engram_store import engram_counters
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
@@ -58,7 +58,7 @@ class Figures:
         model: CausalEncoderDecoder,
         store: PagedStore,
         scheduler: Scheduler,
-        prefixes: Prefixes,
+        prefixes: PrefixCache,
         images: ImageCache,
     ) -> EngineStats:
         """All figures at this moment."""

@@ -1,12 +1,12 @@
-"""The prefix cache against a model that knows nothing of trees: a dict from prefix to page."""
+"""The prefix tree against a model that knows nothing of trees: a dict from prefix to page."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openv41.engine import prefix_cache
+from openv41.engine import prefix_tree
 from openv41.engine.pages import PageAllocator
-from openv41.engine.prefix_cache import PrefixCache
+from openv41.engine.prefix_tree import PrefixTree
 
 pytestmark = pytest.mark.shapes
 
@@ -15,7 +15,7 @@ NUM_PAGES = 24
 
 def build(page_size, *, num_pages=NUM_PAGES, **options):
     allocator = PageAllocator(num_pages)
-    return allocator, PrefixCache(allocator, page_size, **options)
+    return allocator, PrefixTree(allocator, page_size, **options)
 
 
 def insert(allocator, cache, tokens):
@@ -222,7 +222,7 @@ def test_cost_does_not_grow_with_the_tree(monkeypatch):
 
         monkeypatch.setattr(owner, name, counted)
 
-    count(prefix_cache, "_common", "compare")
+    count(prefix_tree, "_common", "compare")
     count(allocator, "references", "references")
     for tokens in sequences[:200]:
         assert cache.match(tokens).length == 71
@@ -232,7 +232,7 @@ def test_cost_does_not_grow_with_the_tree(monkeypatch):
 
 
 class Model:
-    """What the cache should do, with one flat dict and loops over it."""
+    """What the tree should do, with one flat dict and loops over it."""
 
     def __init__(self, page_size, max_snapshots):
         self.page_size, self.max_snapshots = page_size, max_snapshots
@@ -308,7 +308,7 @@ class Model:
 
 
 class Run:
-    """The cache, the model and other users of the same pages, one operation at a time."""
+    """The tree, the model and other users of the same pages, one operation at a time."""
 
     def __init__(self, page_size):
         self.page_size = page_size
@@ -384,7 +384,7 @@ class Run:
             self.model.__init__(self.page_size, 3)
 
     def check(self):
-        """Every page is held once by the cache if it should be, and once by each user of it."""
+        """Every page is held once by the tree if it should be, and once by each user of it."""
         owned = list(self.model.page.values())
         assert len(self.cache) == len(owned) == len(set(owned))
         assert self.cache.num_snapshots == len(self.model.snapshots)
