@@ -6,6 +6,7 @@ Position p lives in place p mod size of the request's ring. Report §2.3.1.
 from dataclasses import dataclass, field
 
 import torch
+from jaxtyping import Int64, Shaped
 from torch import Tensor
 
 from openv41.layers.store import Slot, Spans
@@ -36,13 +37,17 @@ class RingBounds:
 class Ring:
     """One slot's rings, one per place; a request holds one place in all rings."""
 
-    rows: Tensor  # [places * size, columns]
+    rows: Shaped[Tensor, "all ..."]  # of all places, ``size`` each
     size: int
     stored: RowFormat | None  # None: token ids
     bounds: dict[int, RingBounds] = field(default_factory=dict)  # by place
 
     def write(
-        self, places: tuple[int, ...], spans: Spans, addresses: "Addresses", rows: Tensor
+        self,
+        places: tuple[int, ...],
+        spans: Spans,
+        addresses: "Addresses",
+        rows: Shaped[Tensor, "rows ..."],
     ) -> None:
         """Keep the last rows of each span."""
         kept = rows if addresses.kept is None else rows[addresses.kept]
@@ -51,18 +56,18 @@ class Ring:
             if stop > first:
                 self.bounds.setdefault(place, RingBounds()).write(first, stop, self.size)
 
-    def read(self, addresses: "Addresses", dtype: torch.dtype) -> Tensor:
+    def read(self, addresses: "Addresses", dtype: torch.dtype) -> Shaped[Tensor, "rows ..."]:
         """Get the rows at these addresses."""
         found = self.rows[addresses.rows]
         return found if self.stored is None else self.stored.unpack(found, dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Addresses:
     """Where the rows of some spans lie in a ring; ``kept`` selects them if not all fit."""
 
-    rows: Tensor
-    kept: Tensor | None
+    rows: Int64[Tensor, " rows"]
+    kept: Int64[Tensor, " rows"] | None
 
 
 def ring_addresses(

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor
 
 from openv41.engine.job import Job
@@ -24,7 +25,7 @@ class StepProbe(Probe):
             )
         ]
 
-    def __call__(self, name: str, value: Tensor) -> Tensor:
+    def __call__(self, name: str, value: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
         """Put replayed choices over the computed ones."""
         value = super().__call__(name, value)
         for job, rows, positions in self._rows:
@@ -43,7 +44,9 @@ class StepProbe(Probe):
                     job.choices.setdefault(name, []).append(value[rows].cpu())
 
 
-def _with_rows(value: Tensor, first: int, rows: Tensor) -> Tensor:
+def _with_rows(
+    value: Shaped[Tensor, "T width"], first: int, rows: Shaped[Tensor, "rows narrower"]
+) -> Shaped[Tensor, "T wider"]:
     """A copy of ``value`` with some rows replaced; the narrower of both is filled with -1."""
     width = max(value.shape[1], rows.shape[1])
     value, rows = (

@@ -13,12 +13,12 @@ from openv41.errors import InputError
 from openv41.io.tensor_files import read_tensors
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class ImageInputs:
     """A text with images: ids with expanded spans, and each image's patches."""
 
     ids: Int[Tensor, " S"]
-    patches: Float[Tensor, "P 3 side side"]  # of all images, one after the other
+    patches: Float[Tensor, "patches 3 side side"]  # of all images, one after the other
     sizes: tuple[tuple[int, int], ...]  # rows and columns of patches, per image
 
     @classmethod
@@ -37,7 +37,7 @@ class ImageInputs:
         return cls(ids=found["image_ids"].long(), patches=torch.cat(patches), sizes=sizes)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Inputs:
     """Tokens of every case, as an inputs file holds them."""
 

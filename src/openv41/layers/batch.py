@@ -17,7 +17,7 @@ from openv41.errors import InputError
 from openv41.layers.store import Spans
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """New tokens of each request, one request after the other.
 
@@ -30,7 +30,7 @@ class Batch:
     requests: tuple[int, ...]
     starts: tuple[int, ...]
     counts: tuple[int, ...]
-    image_embeds: Float[Tensor, "I D"] | None = None
+    image_embeds: Float[Tensor, "image_tokens D"] | None = None
 
     def __post_init__(self) -> None:
         if not len(self.requests) == len(self.starts) == len(self.counts):
@@ -53,7 +53,7 @@ class Batch:
         documents: Sequence[Sequence[int]],
         device: torch.device | str = "cpu",
         *,
-        image_embeds: Float[Tensor, "I D"] | None = None,
+        image_embeds: Float[Tensor, "image_tokens D"] | None = None,
     ) -> "Batch":
         """Pack whole documents; each starts at position 0."""
         ids = [token for document in documents for token in document]
@@ -65,7 +65,7 @@ class Batch:
         cls,
         token_ids: Int[Tensor, " T"],
         lengths: Sequence[int],
-        image_embeds: Float[Tensor, "I D"] | None = None,
+        image_embeds: Float[Tensor, "image_tokens D"] | None = None,
     ) -> "Batch":
         """Describe an already packed row of documents by their lengths."""
         num = len(lengths)

@@ -29,7 +29,7 @@ def lookback_rows(batch: Batch, reach: int, past: Sequence[int]) -> Int[Tensor, 
     return rows.masked_fill(rows < batch.per_token(first)[:, None], -1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Entries:
     """Main-KV entries of one compression ratio: which are new, and where each request's stand."""
 
@@ -82,7 +82,7 @@ def _members(
     return torch.cat(parts).to(batch.device)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Segment:
     """Requests with equally many new tokens, to be scored together."""
 

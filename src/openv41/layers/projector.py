@@ -31,7 +31,7 @@ class Projector(nn.Module):
         self.w2 = Linear(hidden_size, hidden_size, numerics, bias=True, **made)
 
     def forward(
-        self, x: Float[Tensor, "P C"], grids: Sequence[ImageGrid]
+        self, x: Float[Tensor, "patches width"], grids: Sequence[ImageGrid]
     ) -> Float[Tensor, "cells D"]:
         """Merge each image's patches into cells and project them."""
         images = x.split([grid.num_patches for grid in grids])

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from jaxtyping import Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 
@@ -49,7 +49,13 @@ class Spans:
 class KVStore(Protocol):
     """State of requests, addressed by absolute row: never "the last", so rollback is no case."""
 
-    def write(self, slot: Slot, spans: Spans, rows: Tensor, unrounded: Tensor) -> None:
+    def write(
+        self,
+        slot: Slot,
+        spans: Spans,
+        rows: Shaped[Tensor, "rows ..."],
+        unrounded: Shaped[Tensor, "rows ..."],
+    ) -> None:
         """Set rows, packed request by request; rows behind them become invalid.
 
         ``rows`` are the values that ``read`` gives back. A store that packs makes its codes from
@@ -57,11 +63,11 @@ class KVStore(Protocol):
         """
         ...
 
-    def read(self, slot: Slot, spans: Spans) -> Tensor:
+    def read(self, slot: Slot, spans: Spans) -> Shaped[Tensor, "rows ..."]:
         """Get rows, which must have been written, packed request by request."""
         ...
 
-    def pick(self, slot: Slot, spans: Spans, rows: Int[Tensor, " n"]) -> Tensor:
+    def pick(self, slot: Slot, spans: Spans, rows: Int[Tensor, " n"]) -> Float[Tensor, "n columns"]:
         """Get some rows of what ``read`` would give, without reading the others."""
         ...
 

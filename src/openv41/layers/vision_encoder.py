@@ -30,8 +30,11 @@ class VisionAttention(nn.Module):
         self.wo = Linear(dim, dim, numerics, bias=True, **made)
 
     def forward(
-        self, x: Float[Tensor, "P D"], angles: Float[Tensor, "P half"], lengths: Sequence[int]
-    ) -> Float[Tensor, "P D"]:
+        self,
+        x: Float[Tensor, "patches width"],
+        angles: Float[Tensor, "patches half"],
+        lengths: Sequence[int],
+    ) -> Float[Tensor, "patches width"]:
         """Mix the patches of each image."""
         q, k, v = self.wqkv(x).unflatten(1, (3, self.num_heads, -1)).unbind(1)
         q, k = ops.rotate_halves(q, angles), ops.rotate_halves(k, angles)
@@ -50,7 +53,7 @@ class VisionMLP(nn.Module):
         self.w1 = Linear(dim, 2 * wide, numerics, **made)
         self.w2 = Linear(wide, dim, numerics, **made)
 
-    def forward(self, x: Float[Tensor, "P D"]) -> Float[Tensor, "P D"]:
+    def forward(self, x: Float[Tensor, "patches width"]) -> Float[Tensor, "patches width"]:
         """Transform each patch."""
         gate, up = self.w1(x).chunk(2, dim=-1)
         y: Tensor = self.w2(F.silu(gate) * up)
@@ -70,8 +73,11 @@ class VisionBlock(nn.Module):
         self.mlp = VisionMLP(vision, numerics, **made)
 
     def forward(
-        self, x: Float[Tensor, "P D"], angles: Float[Tensor, "P half"], lengths: Sequence[int]
-    ) -> Float[Tensor, "P D"]:
+        self,
+        x: Float[Tensor, "patches width"],
+        angles: Float[Tensor, "patches half"],
+        lengths: Sequence[int],
+    ) -> Float[Tensor, "patches width"]:
         """Advance the patches by one block."""
         x = x + self.attn(self.norm1(x), angles, lengths)
         y: Tensor = x + self.mlp(self.norm2(x))
@@ -94,8 +100,8 @@ class VisionEncoder(nn.Module):
         self.norm = RMSNorm(dim, EPS, **made)
 
     def forward(
-        self, patches: Float[Tensor, "P 3 side side"], grids: Sequence[ImageGrid]
-    ) -> Float[Tensor, "P D"]:
+        self, patches: Float[Tensor, "patches 3 side side"], grids: Sequence[ImageGrid]
+    ) -> Float[Tensor, "patches width"]:
         """Encode every patch; positions start at 0 in each image."""
         head_dim = self.vision.hidden_size // self.vision.num_heads
         x = self.patch_embed(patches.to(self.norm.weight.dtype).flatten(1))

@@ -5,7 +5,7 @@ groups), which is why it can be truncated to any position exactly.
 """
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from openv41.errors import InputError
@@ -24,7 +24,13 @@ class DenseStore:
         self._rows: dict[int, dict[Slot, Tensor]] = {}
         self._bounds: dict[int, dict[Slot, tuple[int, int]]] = {}  # first and last row + 1
 
-    def write(self, slot: Slot, spans: Spans, rows: Tensor, unrounded: Tensor) -> None:
+    def write(
+        self,
+        slot: Slot,
+        spans: Spans,
+        rows: Shaped[Tensor, "rows ..."],
+        unrounded: Shaped[Tensor, "rows ..."],
+    ) -> None:
         """Set rows; entries and token ids may leave no gap, windows and the like begin anew."""
         assert rows.shape == unrounded.shape, f"{slot}: {rows.shape} and {unrounded.shape}"
         rows = rows.detach()
@@ -34,7 +40,7 @@ class DenseStore:
         ):
             self._write(request, slot, first, stop, part)
 
-    def read(self, slot: Slot, spans: Spans) -> Tensor:
+    def read(self, slot: Slot, spans: Spans) -> Shaped[Tensor, "rows ..."]:
         """Get rows; a view where only one request is asked for."""
         parts = [
             self._read(request, slot, first, stop)
@@ -42,7 +48,7 @@ class DenseStore:
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def pick(self, slot: Slot, spans: Spans, rows: Int[Tensor, " n"]) -> Tensor:
+    def pick(self, slot: Slot, spans: Spans, rows: Int[Tensor, " n"]) -> Float[Tensor, "n columns"]:
         """Get some rows of what ``read`` would give."""
         return self.read(slot, spans)[rows]
 

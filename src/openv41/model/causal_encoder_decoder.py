@@ -31,7 +31,7 @@ from openv41.model.prefill import LayerRows
 from openv41.plan import LayerPlan, plan_layers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Output:
     """What a forward returns."""
 

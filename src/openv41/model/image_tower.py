@@ -33,8 +33,8 @@ class ImageTower(nn.Module):
         self.end = nn.Parameter(torch.empty(hidden_size, **made))
 
     def forward(
-        self, patches: Float[Tensor, "P 3 side side"], grids: Sequence[ImageGrid]
-    ) -> Float[Tensor, "I D"]:
+        self, patches: Float[Tensor, "patches 3 side side"], grids: Sequence[ImageGrid]
+    ) -> Float[Tensor, "image_tokens D"]:
         """Embeddings of all span tokens of all images, in their order.
 
         An image's embeddings do not depend on its neighbours; to the last bit where the numerics
@@ -48,7 +48,7 @@ class ImageTower(nn.Module):
 
     def spans(
         self, cells: Float[Tensor, "cells D"], grids: Sequence[ImageGrid]
-    ) -> Float[Tensor, "I D"]:
+    ) -> Float[Tensor, "image_tokens D"]:
         """Put a newline behind each row of cells, and a start and an end around each image."""
         parts = []
         images = cells.split([grid.cell_rows * grid.cell_cols for grid in grids])

@@ -13,7 +13,7 @@ from openv41.ops.precision import cast, widened
 
 def rope_angles_2d(
     rows: int, cols: int, head_dim: int, theta: float, device: torch.device | str = "cpu"
-) -> Float[Tensor, "P half"]:
+) -> Float[Tensor, "patches half"]:
     """Angles of each patch of an image, in reading order: those of its row, then of its column."""
     steps = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=device)
     frequencies = 1.0 / theta ** (steps / (head_dim // 2))
@@ -23,8 +23,10 @@ def rope_angles_2d(
 
 
 @op
-def rotate_halves(x: Float[Tensor, "P H C"], angles: Float[Tensor, "P half"]) -> Tensor:
-    """Rotate each head's pairs (i, i + C/2) by angle i, in at least float32."""
+def rotate_halves(
+    x: Float[Tensor, "patches heads head_dim"], angles: Float[Tensor, "patches half"]
+) -> Float[Tensor, "patches heads head_dim"]:
+    """Rotate each head's pairs (i, i + head_dim / 2) by angle i, in at least float32."""
     wide = widened(x)
     cos, sin = angles.to(wide.dtype).cos()[:, None], angles.to(wide.dtype).sin()[:, None]
     first, second = wide.chunk(2, dim=-1)
@@ -34,19 +36,19 @@ def rotate_halves(x: Float[Tensor, "P H C"], angles: Float[Tensor, "P half"]) ->
 
 @op
 def image_attention(
-    q: Float[Tensor, "P H C"],
-    k: Float[Tensor, "P H C"],
-    v: Float[Tensor, "P H C"],
+    q: Float[Tensor, "patches heads head_dim"],
+    k: Float[Tensor, "patches heads head_dim"],
+    v: Float[Tensor, "patches heads head_dim"],
     lengths: Sequence[int],
-) -> Float[Tensor, "P H C"]:
-    """Softmax attention of every patch to all patches of its own image, scaled by C^-0.5.
+) -> Float[Tensor, "patches heads head_dim"]:
+    """Softmax attention of every patch to all patches of its own image, scaled by head_dim^-0.5.
 
     ``lengths`` are the patches of each image. Scores, softmax and sums are at least float32; the
     result is rounded once.
     """
     parts = []
     split = (widened(t).transpose(0, 1).split(list(lengths), dim=1) for t in (q, k, v))
-    for own_q, own_k, own_v in zip(*split, strict=True):  # [H, patches, C] of one image
+    for own_q, own_k, own_v in zip(*split, strict=True):  # [heads, patches, head_dim] of one image
         parts.append(F.scaled_dot_product_attention(own_q[None], own_k[None], own_v[None])[0])
     mixed = torch.cat(parts, dim=1) if parts else widened(q).transpose(0, 1)
     return cast(mixed.transpose(0, 1), q.dtype)
