@@ -19,7 +19,7 @@ from openv41.image_grid import ImageGrid
 from openv41.io import image_processor
 from openv41.io.hf_config import read_config
 from openv41.io.image_processor import (
-    MOST_PIXELS,
+    MAX_PIXELS,
     ImageLimits,
     ProcessedImage,
     load_image,
@@ -344,7 +344,7 @@ def test_a_large_file_is_not_read_whole(tmp_path):
 
 def test_limits_that_cannot_be():
     with pytest.raises(ConfigError, match="max_bytes is 0, must be at least 1") as caught:
-        ImageLimits(max_bytes=0, max_pixels=MOST_PIXELS + 1)
+        ImageLimits(max_bytes=0, max_pixels=MAX_PIXELS + 1)
     assert caught.value.problems[1] == "max_pixels is 89478486, must be at most 89478485"
 
 

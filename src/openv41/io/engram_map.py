@@ -31,7 +31,7 @@ RELEASED_MAP_SHA256 = "c60a86322ec17b4142bfef3c57a8d81fb428550cdf487f88a4320cb59
 _REPLACEMENT = "\ufffd"  # in a decoded token: its bytes are no complete character
 _KEPT_BLANK = "\ue000"  # private use: stands for a lone blank while the others are stripped
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def _normalizer() -> normalizers.Normalizer:
@@ -108,7 +108,7 @@ def _read_cache(file: Path, tokenizer_sha256: str) -> list[int] | None:
         reason = "it belongs to another tokenizer or its hash is wrong"
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         reason = f"it cannot be read ({type(error).__name__}: {error})"
-    log.warning("%s: %s; the map is made anew", file, reason)
+    logger.warning("%s: %s; the map is made anew", file, reason)
     return None
 
 
@@ -123,7 +123,7 @@ def _write_cache(file: Path, tokenizer_sha256: str, token_map: list[int]) -> Non
     try:
         write_atomic(file, json.dumps(stored).encode())
     except OSError as error:
-        log.info("%s: the map is not kept (%s)", file, error.strerror)
+        logger.info("%s: the map is not kept (%s)", file, error.strerror)
 
 
 def _check(file: Path, tokenizer_sha256: str, token_map: list[int], config: ModelConfig) -> None:

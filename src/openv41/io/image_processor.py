@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 GREY = (127, 127, 127)
 HASH_BYTES = 32
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow's others run more code on input
-MOST_PIXELS = 89_478_485  # Pillow warns above, and refuses twice as many
+MAX_PIXELS = 89_478_485  # Pillow warns above, and refuses twice as many
 _SIXTEEN_BITS = ("I;16", "I;16B", "I;16L", "I;16N")
 _TOO_WIDE = ("F", "I")
 
@@ -44,13 +44,13 @@ class ImageLimits:
             for name in ("max_bytes", "max_pixels", "max_aspect")
             if not getattr(self, name) >= 1
         ]
-        if self.max_pixels > MOST_PIXELS:
-            problems.append(f"max_pixels is {self.max_pixels}, must be at most {MOST_PIXELS}")
+        if self.max_pixels > MAX_PIXELS:
+            problems.append(f"max_pixels is {self.max_pixels}, must be at most {MAX_PIXELS}")
         if problems:
             raise ConfigError("image limits", problems)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ProcessedImage:
     """An image as the vision encoder takes it."""
 

