@@ -5,20 +5,28 @@ import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 
 from openv41.engine.engine import Engine
 from openv41.engine.request import Event, Request
-from openv41.errors import OverloadedError
+from openv41.errors import OpenV41Error, OverloadedError
+
+Send = Callable[[Event | Exception], None]
 
 logger = logging.getLogger(__name__)
 
 
 class AsyncEngine:
-    """Runs ``engine`` in a thread; all its methods are for one event loop."""
+    """Runs ``engine`` in a thread; all its methods are for one event loop.
+
+    A step that fails ends its requests. If a command fails, or that ending does, the state is not
+    to be trusted: the thread closes the engine, every open stream ends, and none is taken any more.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._commands: deque[Callable[[], None]] = deque()
+        self._streams: set[Send] = set()  # those that have not ended
         self._wake = threading.Condition()
         self._stopping = False
         self._draining = False
@@ -40,16 +48,20 @@ class AsyncEngine:
         await asyncio.to_thread(self._thread.join)
         self._thread = None
 
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are taken."""
+        return self._thread is not None and not self._draining
+
     async def stream(self, request: Request) -> AsyncIterator[Event]:
         """Yield the events of a request; closing the iterator cancels it."""
-        if self._draining:
-            raise OverloadedError("the engine is shutting down; try another one")
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event | Exception] = asyncio.Queue()
         numbers: list[int] = []  # one, once the engine has taken the request
 
         def send(event: Event | Exception) -> None:
-            loop.call_soon_threadsafe(events.put_nowait, event)
+            with suppress(RuntimeError):  # the loop is closed: nobody listens
+                loop.call_soon_threadsafe(events.put_nowait, event)
 
         def submit() -> None:
             try:
@@ -57,7 +69,7 @@ class AsyncEngine:
             except Exception as error:
                 send(error)
 
-        self._do(submit)
+        self._begin(send, submit)
         ended = False
         try:
             while not ended:
@@ -68,8 +80,18 @@ class AsyncEngine:
                 ended = event.finish_reason is not None
                 yield event
         finally:
+            with self._wake:
+                self._streams.discard(send)
             if not ended:
                 self._do(lambda: self._cancel(numbers))
+
+    def _begin(self, send: Send, submit: Callable[[], None]) -> None:
+        """Let the engine's thread submit a request, and tell ``send`` should it end."""
+        with self._wake:
+            if not self.is_running:
+                raise OverloadedError("the engine takes no more requests; try another one")
+            self._streams.add(send)
+            self._do(submit)
 
     def _cancel(self, numbers: list[int]) -> None:
         for number in numbers:
@@ -82,13 +104,31 @@ class AsyncEngine:
             self._wake.notify()
 
     def _loop(self) -> None:
-        while self._next_commands():
-            try:
-                self.engine.step()
-            except Exception:
-                logger.exception("a step of the engine failed; its requests are cancelled")
-                self.engine.cancel_all()
-        self.engine.close()
+        try:
+            while self._next_commands():
+                self._step()
+        except Exception:
+            logger.exception("the engine stops; it cannot go on")
+        with self._wake:
+            self._draining = True
+        try:
+            self.engine.close()
+        except Exception:
+            logger.exception("the engine is not closed in order")
+        self._end_streams()
+
+    def _step(self) -> None:
+        try:
+            self.engine.step()
+        except Exception:
+            logger.exception("a step of the engine failed; its requests are cancelled")
+            self.engine.cancel_all()
+
+    def _end_streams(self) -> None:
+        """Let nobody wait for an event that does not come."""
+        with self._wake:
+            for send in self._streams:
+                send(OpenV41Error("the engine has stopped; the log tells why"))
 
     def _next_commands(self) -> bool:
         """Run what was asked for; wait while there is nothing to do. False ends the thread."""

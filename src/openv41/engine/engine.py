@@ -70,7 +70,7 @@ class EngineConfig:
 
 
 class Engine:
-    """Runs requests on a model; not for several threads at a time (see AsyncEngine)."""
+    """Runs requests on a model; but for ``stats``, one thread at a time (see AsyncEngine)."""
 
     def __init__(
         self,
@@ -217,15 +217,17 @@ class Engine:
         return [collector.answer() for collector in collectors]
 
     def stats(self) -> EngineStats:
-        """Counters since the start, and what is held now."""
+        """Counters since the start, and what is held now; any thread may ask at any time."""
         return self.figures.stats(
             self.model, self.store, self.scheduler, self.prefixes, self.images
         )
 
     def close(self) -> None:
         """End every request and put the persistent tier on the disk."""
-        self.cancel_all()
-        self.prefixes.close()
+        try:
+            self.cancel_all()
+        finally:
+            self.prefixes.close()
 
     # one batch
 

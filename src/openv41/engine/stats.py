@@ -61,7 +61,10 @@ class Figures:
         prefixes: PrefixCache,
         images: ImageCache,
     ) -> EngineStats:
-        """All figures at this moment."""
+        """All figures at this moment.
+
+        Each is one plain number or one ``len``, so that a thread may read while another one steps.
+        """
         engram, free = engram_counters(model), store.allocator.free
         return EngineStats(
             queued=len(scheduler.waiting),
