@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from openv41.engine.constraint import ConstraintError
 from openv41.engine.sampler import LogitsError, Sampler, SamplingConfig, kept_ids
 from openv41.errors import ConfigError, InputError
 
@@ -311,3 +312,32 @@ def test_every_problem_is_named():
 def test_a_bias_on_a_token_that_cannot_be_drawn_is_refused(token):
     with pytest.raises(InputError, match=rf"tokens \[{token}\]; .* are from 0 to 4"):
         Sampler(SamplingConfig(logit_bias=((token, 1.0),)), 5)
+
+
+class Allowing:
+    """A guide that always allows the same tokens."""
+
+    def __init__(self, *tokens):
+        self.tokens = tokens
+
+    def allowed(self):
+        return torch.zeros(5, dtype=torch.bool).index_fill(
+            0, torch.tensor(self.tokens).long(), True
+        )
+
+    def accept(self, token):
+        assert token in self.tokens
+
+
+@pytest.mark.parametrize("tokens", [(), (2,)], ids=["no token", "one that is never drawn"])
+def test_a_constraint_that_leaves_nothing_is_at_fault(tokens):
+    sampler = Sampler(SamplingConfig(), 5, banned=[2], guide=Allowing(*tokens))
+    with pytest.raises(ConstraintError, match="allows none of the tokens that can be drawn next"):
+        sampler.draw(torch.zeros(5))
+
+
+def test_a_model_that_gives_no_chance_is_at_fault():
+    sampler = Sampler(SamplingConfig(), 5, banned=[2], guide=Allowing(2, 3))
+    assert sampler.draw(torch.zeros(5)) == 3
+    with pytest.raises(LogitsError, match=r"none of the 1 tokens .* the model gives each of them"):
+        sampler.draw(torch.tensor([0.0, 0.0, 0.0, -torch.inf, 0.0]))

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from openv41.engine.constraint import Guide
+from openv41.engine.constraint import ConstraintError, Guide
 from openv41.errors import ConfigError, InputError, OpenV41Error
 
 
@@ -142,11 +142,16 @@ class Sampler:
         allowed = None if self._guide is None else self._guide.allowed()
         if allowed is None:
             return scores
-        scores = scores.masked_fill(~allowed, -torch.inf)
+        fitting = allowed.index_fill(0, self._banned, False)
+        if not fitting.any():
+            raise ConstraintError(
+                "the constraint allows none of the tokens that can be drawn next; loosen it"
+            )
+        scores = scores.masked_fill(~fitting, -torch.inf)
         if scores.max() == -torch.inf:
             raise LogitsError(
-                f"none of the {int(allowed.sum())} tokens that the constraint allows next can be "
-                "drawn: the model or the request rules them out"
+                f"none of the {int(fitting.sum())} tokens that the constraint allows next can be "
+                "drawn: the model gives each of them -inf"
             )
         return scores
 
