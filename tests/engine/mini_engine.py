@@ -62,13 +62,20 @@ def arm(dtype, *, bitwise, numerics="f32"):
 
 
 def engine_of(
-    model, *, tokens_per_step=512, mode=PrefillMode.EXACT, cache=None, tokenizer=None, **options
+    model,
+    *,
+    tokens_per_step=512,
+    max_queue=1024,
+    mode=PrefillMode.EXACT,
+    cache=None,
+    tokenizer=None,
+    **options,
 ):
     """An engine with few and small pages, poisoned where nobody owns them."""
     sizes = {"num_pages": 200, "page_size": 4, "poison": True} | (cache or {})
     config = EngineConfig(
         cache=CacheConfig(**sizes),
-        schedule=ScheduleConfig(tokens_per_step=tokens_per_step),
+        schedule=ScheduleConfig(tokens_per_step=tokens_per_step, max_queue=max_queue),
         prefill=mode,
         **options,
     )

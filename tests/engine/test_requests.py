@@ -128,9 +128,9 @@ def test_choices_are_recorded_and_replayed(chunk):
 
 
 def test_cancelling_frees_the_pages_at_once(model):
-    engine, events = engine_of(model), []
+    engine, events, other = engine_of(model), [], []
     number = engine.submit(greedy(random_ids(20), 50), events.append)
-    other = engine.submit(greedy(random_ids(6), 3), lambda event: None)
+    engine.submit(greedy(random_ids(6), 7), other.append)
     for _ in range(3):
         engine.step()
     held = engine.store.allocator.free
@@ -141,7 +141,10 @@ def test_cancelling_frees_the_pages_at_once(model):
     engine.cancel(number)  # nothing to do
     while not engine.is_idle:
         engine.step()
-    assert other not in engine._jobs
+    tokens = [event.token for event in other]
+    want = plain_logits(model, random_ids(6), tokens)
+    assert len(tokens) == 7
+    assert tokens == want.argmax(1).tolist(), "the other request notices nothing"
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before the model", "after it has written"])
@@ -201,11 +204,19 @@ def test_what_cannot_run_is_refused(model):
         engine.submit(greedy([64]), lambda event: None)
     with pytest.raises(ConfigError, match="the prompt holds no token"):
         greedy([])
-    engine.scheduler.config = replace(engine.scheduler.config, max_queue=1)
-    engine.config = replace(engine.config, schedule=engine.scheduler.config)
+    engine = engine_of(model, max_queue=1)
     engine.submit(greedy([1]), lambda event: None)
     with pytest.raises(OverloadedError, match="1 requests wait already"):
         engine.submit(greedy([1]), lambda event: None)
+
+
+def test_one_caller_may_ask_more_than_the_queue_holds(model):
+    """Nobody else would make room in it."""
+    engine, prompts = engine_of(model, max_queue=1), [random_ids(5, seed=i) for i in range(4)]
+    answers = engine.generate([greedy(prompt, 2) for prompt in prompts])
+    for prompt, answer in zip(prompts, answers, strict=True):
+        want = plain_logits(model, prompt, answer.tokens)
+        assert answer.tokens == tuple(want.argmax(1).tolist())
 
 
 def test_streams_and_seeds(model):

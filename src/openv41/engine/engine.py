@@ -22,7 +22,7 @@ from openv41.engine.images import ImageCache, JobImages, find_spans, join
 from openv41.engine.job import Job, Sink
 from openv41.engine.paged_store import CacheConfig, PagedStore
 from openv41.engine.prefix_cache import PrefixCache, open_disk
-from openv41.engine.request import Answer, Event, FinishReason, Request
+from openv41.engine.request import Answer, Event, FinishReason, Request, check_room
 from openv41.engine.sampler import Sampler
 from openv41.engine.scheduler import ScheduleConfig, Scheduler
 from openv41.engine.stats import EngineStats, Figures
@@ -40,7 +40,7 @@ from openv41.model.prefill import PrefillMode, ReplayVariant, find_cut, layer_ro
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """How an engine runs."""
 
@@ -136,8 +136,8 @@ class Engine:
 
     def submit(self, request: Request, sink: Sink) -> int:
         """Queue a request; its events go to ``sink`` from ``step``. Returns its number."""
-        self._check(request)
         config = self.model.config
+        check_room(request, config, self.config.cache)
         spans = find_spans(request.prompt, request.images, config)
         if len(self.scheduler.waiting) >= self.config.schedule.max_queue:
             raise OverloadedError(
@@ -208,6 +208,8 @@ class Engine:
         numbers: list[int] = []
         try:
             for request, collector in zip(requests, collectors, strict=True):
+                while len(self.scheduler.waiting) >= self.config.schedule.max_queue:
+                    self.step()  # nobody else makes room
                 numbers.append(self.submit(request, collector))
             while not self.is_idle:
                 self.step()
@@ -249,6 +251,10 @@ class Engine:
             return
         if probe is not None:
             probe.collect()
+        self._use(step, output)
+
+    def _use(self, step: Sequence[tuple[Job, int]], output: Output) -> None:
+        """Take what a batch brought: rows of prompts, pages to remember, next tokens."""
         first_rows = dict(zip(output.batch.requests, output.batch.first_rows, strict=True))
         counts = dict(zip(output.batch.requests, output.batch.counts, strict=True))
         ending, last = [], []
@@ -334,27 +340,6 @@ class Engine:
     def _admit(self, job: Job) -> None:
         """Let a request start from what is cached, unless it asks for all of its rows."""
         self.prefixes.adopt(job, reuse=self.config.prefix_cache and not job.needs_all_rows)
-
-    def _check(self, request: Request) -> None:
-        config, cache = self.model.config, self.config.cache
-        problems = []
-        if outside := [t for t in request.prompt if not 0 <= t < config.vocab_size]:
-            problems.append(
-                f"the prompt holds token {outside[0]}; the vocabulary has {config.vocab_size}"
-            )
-        room = min(config.max_position, cache.num_pages * cache.page_size)
-        if len(request.prompt) > room:
-            problems.append(
-                f"the prompt has {len(request.prompt)} tokens; there is room for {room}"
-            )
-        elif len(request.prompt) + request.max_tokens - 1 > cache.num_pages * cache.page_size:
-            problems.append(
-                f"prompt and answer may take {len(request.prompt) + request.max_tokens - 1} "
-                f"positions; the cache has {cache.num_pages * cache.page_size}: lower max_tokens "
-                "or give it more pages"
-            )
-        if problems:
-            raise ConfigError("request", problems)
 
 
 def _fingerprint(checkpoint: Path, numerics: str) -> str:

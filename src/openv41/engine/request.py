@@ -6,7 +6,9 @@ from enum import StrEnum
 
 from torch import Tensor
 
+from openv41.config import ModelConfig
 from openv41.engine.constraint import Constraint
+from openv41.engine.paged_store import CacheConfig
 from openv41.engine.sampler import SamplingConfig
 from openv41.errors import ConfigError
 from openv41.io.image_processor import ProcessedImage
@@ -29,7 +31,7 @@ class TokenLogprob:
     logprob: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Request:
     """One prompt and how to go on from it.
 
@@ -67,6 +69,27 @@ class Request:
         ]
         if problems:
             raise ConfigError("request", problems)
+
+
+def check_room(request: Request, config: ModelConfig, cache: CacheConfig) -> None:
+    """Raise ConfigError for a request that a model cannot read or its cache cannot hold."""
+    problems = []
+    if outside := [t for t in request.prompt if not 0 <= t < config.vocab_size]:
+        problems.append(
+            f"the prompt holds token {outside[0]}; the vocabulary has {config.vocab_size}"
+        )
+    positions = cache.num_pages * cache.page_size
+    wanted = len(request.prompt) + request.max_tokens - 1
+    room = min(config.max_position, positions)
+    if len(request.prompt) > room:
+        problems.append(f"the prompt has {len(request.prompt)} tokens; there is room for {room}")
+    elif wanted > positions:
+        problems.append(
+            f"prompt and answer may take {wanted} positions; the cache has {positions}: lower "
+            "max_tokens or give it more pages"
+        )
+    if problems:
+        raise ConfigError("request", problems)
 
 
 @dataclass(frozen=True, kw_only=True)
