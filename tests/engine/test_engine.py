@@ -119,6 +119,8 @@ def test_a_request_gives_up_its_pages_and_loses_nothing():
     prompts = [random_ids(length, seed=length) for length in (24, 21, 18)]
     answers = engine.generate([greedy(p, 12) for p in prompts])
     assert engine.stats().preemptions > 0
+    assert engine.stats().prefix_hit_tokens == 0, "what was its own is no hit"
+    assert all(answer.cached_tokens == 0 for answer in answers)
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         assert len(answer.tokens) == 12
         want = plain_logits(model, prompt, answer.tokens)

@@ -26,6 +26,12 @@ def insert(allocator, cache, tokens):
     return pages
 
 
+def attach(cache, tokens, snapshot):
+    """Attach a snapshot where known tokens end."""
+    length, path = cache._walk(tuple(tokens))
+    return length == len(tokens) and cache.attach(path[-1], snapshot)
+
+
 def test_match_is_token_granular():
     allocator, cache = build(4)
     a = insert(allocator, cache, "abcdefghij")
@@ -141,7 +147,7 @@ def test_branches_that_stay_are_found_after_one_is_dropped():
 def test_clear_forgets():
     allocator, cache = build(2)
     insert(allocator, cache, "abcd")
-    assert cache.attach("ab", 1)
+    assert attach(cache, "ab", 1)
     cache.clear()
     assert (len(cache), cache.num_snapshots, allocator.free) == (0, 0, NUM_PAGES)
     assert cache.match("abcd").pages == list(cache.snapshots("abcd", 4)) == []
@@ -161,10 +167,10 @@ def test_snapshots_come_deepest_first_and_go_with_their_page():
     allocator, cache = build(2)
     insert(allocator, cache, "abcdef")
     insert(allocator, cache, "abcdXY")
-    assert cache.attach("abcd", "at 4")
-    assert cache.attach("ab", "at 2")
-    assert cache.attach("abcdef", "at 6")
-    assert not cache.attach("abcQ", "unknown")
+    assert attach(cache, "abcd", "at 4")
+    assert attach(cache, "ab", "at 2")
+    assert attach(cache, "abcdef", "at 6")
+    assert not attach(cache, "abcQ", "unknown")
     assert list(cache.snapshots("abcdef", 6)) == [(6, "at 6"), (4, "at 4"), (2, "at 2")]
     assert list(cache.snapshots("abcdef", 5)) == [(4, "at 4"), (2, "at 2")]
     assert list(cache.snapshots("abcde", 6)) == [(4, "at 4"), (2, "at 2")]
@@ -179,20 +185,20 @@ def test_snapshots_come_deepest_first_and_go_with_their_page():
 def test_the_least_recently_used_snapshot_makes_room():
     allocator, cache = build(1, max_snapshots=2)
     insert(allocator, cache, "abc")
-    assert cache.attach("a", 1)
-    assert cache.attach("ab", 2)
+    assert attach(cache, "a", 1)
+    assert attach(cache, "ab", 2)
     assert next(cache.snapshots("a", 1)) == (1, 1)  # 1 is used, 2 is not
-    assert cache.attach("abc", 3)
+    assert attach(cache, "abc", 3)
     assert list(cache.snapshots("abc", 3)) == [(3, 3), (1, 1)]
-    assert cache.attach("abc", 4)  # used, and not there twice
-    assert cache.attach("ab", 5)
+    assert attach(cache, "abc", 4)  # used, and not there twice
+    assert attach(cache, "ab", 5)
     assert list(cache.snapshots("abc", 3)) == [(3, 4), (2, 5)]
 
 
 def test_no_room_for_snapshots():
     allocator, cache = build(1, max_snapshots=0)
     insert(allocator, cache, "a")
-    assert not cache.attach("a", 1)
+    assert not attach(cache, "a", 1)
     assert cache.num_snapshots == 0
 
 
@@ -200,8 +206,16 @@ def test_misuse_is_caught():
     allocator, cache = build(4)
     with pytest.raises(AssertionError, match="5 tokens fill 2 pages of 4, got 1"):
         cache.insert("abcde", allocator.take(1))
+    node = cache.insert("abcde", allocator.take(2))
     with pytest.raises(AssertionError, match="the end of a page of 4, not to 5"):
-        cache.attach("abcde", None)
+        cache.attach(node, None)
+    with pytest.raises(AssertionError, match="nothing follows a page filled up to 5"):
+        cache.insert("f", allocator.take(1), after=node)
+    cache.clear()
+    with pytest.raises(AssertionError, match="the node that ends at 5 was dropped"):
+        cache.attach(node, None)
+    with pytest.raises(AssertionError, match="the node that ends at 5 was dropped"):
+        cache.insert("f", allocator.take(1), after=node)
 
 
 def test_cost_does_not_grow_with_the_tree(monkeypatch):
@@ -316,6 +330,7 @@ class Run:
         self.model = Model(page_size, 3)
         self.content = {}  # page -> the tokens up to its last one, as written by its taker
         self.users = []  # lists of pages
+        self.reached = {}  # tokens -> the node that their insertion returned
 
     def do(self, name, tokens, number):
         getattr(self, name)(tokens, number)
@@ -346,13 +361,24 @@ class Run:
         for prefix, page in zip(self.model.prefixes(tokens), pages, strict=True):
             if page not in known:
                 self.content[page] = prefix
-        self.cache.insert(tokens, pages)
+        begin, after = self.begun(tokens) if number % 3 else (0, None)
+        node = self.cache.insert(tokens[begin:], pages[begin // self.page_size :], after=after)
+        if len(tokens) % self.page_size == 0:
+            self.reached[tokens] = node
         self.model.insert(tokens, pages)
         found = self.cache._walk(tokens)[1]
         self.model.touch(p for p, q in self.model.page.items() if q in {n.page for n in found})
         self.users.append(pages)
         if number % 2:
             self.leave(tokens, -1)
+
+    def begun(self, tokens):
+        """Where the tree has a part of tokens already, as far as an insertion told."""
+        for end in range(len(tokens) - 1, 0, -1):
+            node = self.reached.get(tokens[:end])
+            if node is not None and node in self.cache:
+                return end, node
+        return 0, None
 
     def share(self, tokens, number):
         pages = self.match(tokens, number).pages
@@ -365,14 +391,16 @@ class Run:
 
     def evict(self, tokens, number):
         before = self.allocator.free
+        promised = self.cache.evictable(number)
         expected = self.model.evict(number, self.allocator.references)
+        assert promised == expected
         assert self.cache.evict(number) == expected
         assert self.allocator.free == before + expected
 
     def attach(self, tokens, number):
         tokens = tokens[: len(tokens) // self.page_size * self.page_size]
         if tokens:
-            assert self.cache.attach(tokens, number) == self.model.attach(tokens, number)
+            assert attach(self.cache, tokens, number) == self.model.attach(tokens, number)
 
     def snapshots(self, tokens, number):
         found = list(self.cache.snapshots(tokens, number))

@@ -5,6 +5,9 @@ import logging
 import pytest
 import torch
 
+from openv41.engine.answering import Collector
+from openv41.engine.pages import OutOfPages
+from openv41.engine.prefix_tree import PrefixTree
 from openv41.model.prefill import PrefillMode
 from tests.close import assert_close
 from tests.engine.mini_engine import WINDOW, arm, engine_of, greedy, plain_logits
@@ -37,7 +40,7 @@ def page_sums(engine):
     """Bytes of every page that is held."""
     allocator = engine.store.allocator
     held = [p for p in range(engine.store.cache.num_pages) if allocator.references(p)]
-    return {page: engine.store.read_page(page).clone() for page in held}
+    return dict(zip(held, engine.store.read_pages(held), strict=True))
 
 
 @pytest.mark.parametrize("mode", [PrefillMode.FULL, PrefillMode.EXACT])
@@ -137,7 +140,7 @@ def test_a_restart_finds_the_prefix_on_disk(bitwise_model, tmp_path, caplog):
     second = engine_of(model, disk_folder=tmp_path, disk_bytes=1 << 20)
     warm, logits = ask(second, prompt)
     [page] = second.prefixes._exact.match(prompt[:4]).pages
-    record = second.store.read_page(page).numpy().tobytes()
+    record = second.store.read_pages([page]).numpy().tobytes()
     second.close()
     assert warm.cached_tokens == (LENGTH - 1) // 4 * 4
     assert torch.equal(logits, plain_logits(model, prompt, warm.tokens))
@@ -169,3 +172,75 @@ def test_what_a_bounded_replay_computes_is_not_shared_with_exact_requests(model)
     assert engine.prefixes._approximate.match(again).length == len(longer) + 8
     third, _ = ask(engine, again, 2)
     assert third.cached_tokens == len(longer) + 8
+
+
+def test_without_a_page_for_the_partly_known_one_rows_are_exact(model, monkeypatch):
+    """A bounded request that starts anew after all is no approximation."""
+    engine = engine_of(model, mode=PrefillMode.BOUNDED)
+    text = random_ids(LENGTH, seed=1)
+    first, _ = ask(engine, text, 9)
+    longer = [*text, *first.tokens, *random_ids(20, seed=4)]
+    second, _ = ask(engine, longer, 9)
+    again = [*longer, *second.tokens, 3]
+
+    def out_of_pages(*args):
+        raise OutOfPages("made up")
+
+    monkeypatch.setattr(engine.store, "adopt", out_of_pages)
+    third, _ = ask(engine, again, 2)
+    assert third.cached_tokens == 0
+    assert engine.prefixes._exact.match(again).length == len(again)
+
+
+def test_a_request_that_waits_takes_nothing_from_the_cache(model):
+    """Its turn comes once there is room, and what is cached was of use until then."""
+    engine = engine_of(model, cache={"num_pages": 14})
+    cached, running, waiting = (random_ids(n, seed=n) for n in (20, 16, 48))
+    ask(engine, cached, 1)
+    requests = [greedy(running, 5), greedy(waiting, 2)]
+    answers = [Collector() for _ in requests]
+    for request, answer in zip(requests, answers, strict=True):
+        engine.submit(request, answer)
+        engine.step()
+    for _ in range(3):
+        engine.step()
+        assert len(engine.scheduler.waiting) == 1
+        assert engine.prefixes._exact.match(cached).length == len(cached)
+    while not engine.is_idle:
+        engine.step()
+    for request, collector in zip(requests, answers, strict=True):
+        tokens = collector.answer().tokens
+        assert tokens == tuple(plain_logits(model, request.prompt, tokens).argmax(1).tolist())
+
+
+def test_a_request_that_starts_spares_its_own_prefix(model):
+    engine = engine_of(model, cache={"num_pages": 16})
+    own, other, running = (random_ids(20, seed=seed) for seed in (1, 2, 3))
+    ask(engine, own, 1)
+    ask(engine, other, 1)
+    engine.submit(greedy(running, 3), lambda event: None)
+    engine.step()
+    answer, _ = ask(engine, [*own, *random_ids(8, seed=4)], 1)
+    assert answer.cached_tokens == len(own)
+    assert engine.prefixes._exact.match(other).length < len(other)
+
+
+def test_a_long_prompt_is_remembered_page_by_page(model, monkeypatch):
+    """Each page is inserted once, however the prompt is cut; anew only where it was forgotten."""
+    engine, inserted = engine_of(model, tokens_per_step=4), []
+    insert_page = PrefixTree._insert_page
+    monkeypatch.setattr(
+        PrefixTree, "_insert_page", lambda *args: inserted.append(0) or insert_page(*args)
+    )
+    prompt = random_ids(LENGTH)
+    ask(engine, prompt, 1)
+    assert len(inserted) == LENGTH // 4
+    assert engine.prefixes._exact.match(prompt).length == LENGTH
+    engine.prefixes.clear()
+    engine.submit(greedy(prompt, 1), lambda event: None)
+    for _ in range(5):
+        engine.step()
+    engine.prefixes.clear()
+    while not engine.is_idle:
+        engine.step()
+    assert engine.prefixes._exact.match(prompt).length == LENGTH

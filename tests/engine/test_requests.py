@@ -154,7 +154,7 @@ def test_a_failing_batch_ends_only_the_request_that_fails(model, caplog, late):
     forward = engine._forward
 
     def failing(step):
-        fails = any(7 in job.request.stop_ids and job.output for job, _ in step)
+        fails = any(7 in job.request.stop_ids and job.num_output for job, _ in step)
         found = forward(step) if late or not fails else None
         if fails:
             raise ZeroDivisionError("made up")

@@ -15,7 +15,7 @@ def draw(
     job: Job, logits: Float[Tensor, " V"], config: ModelConfig
 ) -> tuple[Event, FinishReason | None]:
     """Draw the next token of a job; say why it is the last one, if it is."""
-    request, first = job.request, not job.output
+    request, first = job.request, not job.num_output
     token = job.sampler.draw(logits)
     event = _about_prompt(job) if first else Event()
     ends = {config.eos_token_id} if not request.ignore_eos else set()
@@ -28,7 +28,7 @@ def draw(
     event = replace(event, token=token, text=job.text.push(token))
     if job.text.matched is not None:
         return event, FinishReason.STOP
-    if len(job.output) == request.max_tokens or len(job.tokens) > config.max_position:
+    if job.num_output == request.max_tokens or len(job.tokens) > config.max_position:
         return replace(event, text=event.text + job.text.finish()), FinishReason.LENGTH
     return event, None
 
@@ -50,6 +50,7 @@ def take_prompt(job: Job, logits: Float[Tensor, "T V"]) -> None:
 
 
 def _about_prompt(job: Job) -> Event:
+    assert job.cached_tokens is not None, "the request has not started"
     return Event(
         cached_tokens=job.cached_tokens,
         prompt_logprobs=tuple(job.prompt_logprobs),

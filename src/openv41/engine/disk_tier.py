@@ -222,9 +222,8 @@ class DiskTier:
                 key, generation, checksum = _SLOT.unpack(fields)
                 found.append((generation, slot, key, checksum))
         for generation, slot, key, checksum in sorted(found):
-            if (
-                key in self._index
-            ):  # after a power cut: an old slot was cleared, but not on the disk
+            # Twice after a power cut, where the old slot was cleared, but not on the disk.
+            if key in self._index:
                 self._free.append(self._index[key][0])
             self._index[key] = (slot, checksum)
             self._index.move_to_end(key)

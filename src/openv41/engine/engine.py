@@ -100,7 +100,7 @@ class Engine:
             variant=config.replay_variant,
         )
         self.scheduler = Scheduler(
-            config.schedule, self.store, admit=self._admit, make_room=self.prefixes.make_room
+            config.schedule, self.store, prefixes=self.prefixes, admit=self._admit
         )
         self.images = ImageCache(model.vision, config.image_cache_bytes)
         self.figures = Figures()

@@ -21,7 +21,7 @@ from openv41.model.image_tower import ImageTower
 _OFFSET_BYTES = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ImageSpan:
     """An image and the prompt positions that it fills, delimiters included."""
 
@@ -139,12 +139,14 @@ class JobImages:
             masked[span.start : span.start + count] = [mark] * count
         return masked
 
-    def keys(self, tokens: Sequence[int]) -> list[int | bytes]:
-        """What the prefix cache knows each position by."""
+    def keys(self, tokens: Sequence[int], start: int) -> list[int | bytes]:
+        """What the prefix cache knows the positions of ``tokens``, from ``start`` on, by."""
         keys: list[int | bytes] = list(tokens)
         for span in self.spans:
-            count = len(keys[span.start : span.stop])
-            keys[span.start : span.start + count] = span.keys[:count]
+            first, last = max(start, span.start), min(start + len(tokens), span.stop)
+            if first < last:
+                own = span.keys[first - span.start : last - span.start]
+                keys[first - start : last - start] = own
         return keys
 
     def covers(self, position: int) -> bool:
@@ -152,6 +154,6 @@ class JobImages:
         return any(span.start <= position < span.stop for span in self.spans)
 
 
-def join(parts: list[Float[Tensor, "_ D"]]) -> Float[Tensor, "I D"] | None:
+def join(parts: list[Float[Tensor, "_ D"]]) -> Float[Tensor, "image_tokens D"] | None:
     """All image rows of a batch, or None where it has none."""
     return torch.cat(parts) if parts else None

@@ -1,6 +1,6 @@
 """A request on its way through the engine."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from openv41.engine.images import JobImages
 from openv41.engine.logprobs import Alternatives
+from openv41.engine.prefix_tree import Node
 from openv41.engine.request import Event, FinishReason, Request, TokenLogprob
 from openv41.engine.sampler import Sampler
 from openv41.engine.stops import TextStream
@@ -34,10 +35,11 @@ class Job:
     tokens: list[int] = field(default_factory=list)
     done: int = 0
     rows: PromptRows | None = None  # of the prompt, while it is computed
-    cached_tokens: int = 0
+    cached_tokens: int | None = None  # of the prompt, found when it started first
     is_approximate: bool = False  # its state after a bounded replay is not that of the model
     snapshot_at: int = 0  # position of the last snapshot of its windows
     kept_pages: int = 0  # whole pages that the prefix cache has been told of
+    kept_node: Node | None = None  # where its tree has the last of them
     page_keys: list[bytes] = field(default_factory=list)  # of its whole pages on disk
     is_alone: bool = False  # runs beside nobody until its next token: a batch with it failed
     finished: FinishReason | None = None
@@ -56,13 +58,13 @@ class Job:
         return self.rows is not None
 
     @property
-    def output(self) -> Sequence[int]:
+    def num_output(self) -> int:
         """Tokens drawn so far."""
-        return self.tokens[len(self.request.prompt) :]
+        return len(self.tokens) - len(self.request.prompt)
 
-    def keys(self, stop: int) -> list[int | bytes]:
-        """What the prefix cache knows the positions below ``stop`` by."""
-        return self.images.keys(self.tokens[:stop])
+    def keys(self, start: int, stop: int) -> list[int | bytes]:
+        """What the prefix cache knows the positions ``start`` to ``stop`` - 1 by."""
+        return self.images.keys(self.tokens[start:stop], start)
 
     @property
     def needs_all_rows(self) -> bool:
@@ -78,7 +80,7 @@ class Job:
     def restart(self) -> None:
         """Forget what was computed: its pages are gone."""
         self.done = self.snapshot_at = self.kept_pages = 0
-        self.rows, self.is_approximate = None, False
+        self.rows, self.kept_node, self.is_approximate = None, None, False
         self.choices.clear()
 
     def all_choices(self) -> dict[str, Tensor] | None:

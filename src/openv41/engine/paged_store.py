@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int, Int64, Shaped, UInt8
 from torch import Tensor
 
 from openv41.config import ModelConfig, NumericsConfig
@@ -55,15 +55,17 @@ class _Held:
     place: int
     pages: list[int] = field(default_factory=list)
     frozen: int = 0  # positions whose entries were found in shared pages
-    table: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    table: Int64[Tensor, " pages"] = field(
+        default_factory=lambda: torch.empty(0, dtype=torch.int64)
+    )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Snapshot:
     """Rows of the rings before a position, as stored; of layers whose window is whole there."""
 
     position: int
-    rows: dict[Slot, Tensor]
+    rows: dict[Slot, Shaped[Tensor, "rows ..."]]
 
 
 class PagedStore:
@@ -94,8 +96,9 @@ class PagedStore:
         }
         pending = tuple(s for s in config.kv_sources if config.compress_ratios[s] > 1)
         self.rings = {slot: self._ring(slot) for slot in ring_slots(config.num_layers, pending)}
+        # Cleared when any request gets a page or closes: they hold page_size steps at most.
         self._addresses: dict[tuple[Spans, int], Addresses] = {}
-        self._entry_rows: dict[tuple[Spans, int], Tensor] = {}
+        self._entry_rows: dict[tuple[Spans, int], Int64[Tensor, " rows"]] = {}
 
     # requests
 
@@ -181,7 +184,13 @@ class PagedStore:
 
     # the KVStore protocol
 
-    def write(self, slot: Slot, spans: Spans, rows: Tensor, unrounded: Tensor) -> None:
+    def write(
+        self,
+        slot: Slot,
+        spans: Spans,
+        rows: Shaped[Tensor, "rows ..."],
+        unrounded: Shaped[Tensor, "rows ..."],
+    ) -> None:
         """Set rows; entries that a request found in shared pages stay as they are."""
         if slot in self.rings:
             ring = self.rings[slot]
@@ -201,7 +210,7 @@ class PagedStore:
             spans = Spans(spans.requests, tuple(firsts), spans.stops)
         self.pages[slot][self._page_rows(spans, ratio)] = self._formats[slot.kind].pack(fresh)
 
-    def read(self, slot: Slot, spans: Spans) -> Tensor:
+    def read(self, slot: Slot, spans: Spans) -> Shaped[Tensor, "rows ..."]:
         """Get rows, packed request by request."""
         if slot in self.rings:
             ring = self.rings[slot]
@@ -211,7 +220,7 @@ class PagedStore:
             return self._whole_pages(slot, spans)
         return self._unpacked(slot, self._page_rows(spans, self.config.compress_ratios[slot.layer]))
 
-    def pick(self, slot: Slot, spans: Spans, rows: Int[Tensor, " n"]) -> Tensor:
+    def pick(self, slot: Slot, spans: Spans, rows: Int[Tensor, " n"]) -> Float[Tensor, "n columns"]:
         """Get some rows of what ``read`` would give, without reading the others."""
         per_page = self._per_page(slot.layer)
         if len(spans.requests) == 1:
@@ -278,20 +287,23 @@ class PagedStore:
         """Bytes of a stored row of a kind."""
         return self._formats[kind].row_bytes
 
-    def read_page(self, page: int) -> Tensor:
-        """Bytes of a page, all kv sources one after the other."""
-        return torch.cat(
-            [rows.contiguous().view(torch.uint8).flatten() for rows in self._rows_of(page)]
-        )
+    def read_pages(self, pages: Sequence[int]) -> UInt8[Tensor, "pages bytes"]:
+        """Bytes of some pages, all kv sources of a page one after the other."""
+        chosen = torch.tensor(pages, dtype=torch.int64, device=self.device)
+        parts = [
+            rows.unflatten(0, (-1, self._per_page(slot.layer)))[chosen].flatten(1)
+            for slot, rows in self.pages.items()
+        ]
+        return torch.cat([part.view(torch.uint8) for part in parts], dim=1)
 
-    def write_page(self, page: int, data: Tensor) -> None:
-        """Set a page from the bytes of ``read_page``."""
+    def write_page(self, page: int, data: UInt8[Tensor, " bytes"]) -> None:
+        """Set a page from its bytes, as ``read_pages`` gives them."""
         rows = self._rows_of(page)
         sizes = [part.numel() * part.element_size() for part in rows]
         for part, raw in zip(rows, data.split(sizes), strict=True):
             part.copy_(raw.view(part.dtype).view_as(part))
 
-    def _rows_of(self, page: int) -> list[Tensor]:
+    def _rows_of(self, page: int) -> list[Shaped[Tensor, "entries columns"]]:
         counts = {slot: self._per_page(slot.layer) for slot in self.pages}
         return [rows[page * counts[s] : (page + 1) * counts[s]] for s, rows in self.pages.items()]
 
@@ -310,7 +322,7 @@ class PagedStore:
     def _per_page(self, source: int) -> int:
         return self.cache.page_size // self.config.compress_ratios[source]
 
-    def _storage(self, kind: str, rows: int) -> Tensor:
+    def _storage(self, kind: str, rows: int) -> Shaped[Tensor, "rows columns"]:
         stored: RowFormat = self._formats[kind]
         made = torch.zeros(rows, stored.columns, dtype=stored.dtype, device=self.device)
         if self.cache.poison:
@@ -350,7 +362,7 @@ class PagedStore:
             self._addresses[key] = ring_addresses(places, spans, size, self.device)
         return self._addresses[key]
 
-    def _page_rows(self, spans: Spans, ratio: int) -> Int[Tensor, " n"]:
+    def _page_rows(self, spans: Spans, ratio: int) -> Int64[Tensor, " rows"]:
         key = (spans, ratio)
         if key not in self._entry_rows:
             per_page, parts = self.cache.page_size // ratio, []
@@ -361,7 +373,7 @@ class PagedStore:
             self._entry_rows[key] = torch.cat(parts)
         return self._entry_rows[key]
 
-    def _whole_pages(self, slot: Slot, spans: Spans) -> Tensor:
+    def _whole_pages(self, slot: Slot, spans: Spans) -> Float[Tensor, "rows columns"]:
         """Rows of each request from its first one on, page by page."""
         per_page, parts = self._per_page(slot.layer), []
         pages = self.pages[slot].unflatten(0, (-1, per_page))
@@ -371,7 +383,7 @@ class PagedStore:
         rows = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self._formats[slot.kind].unpack(rows, self.dtype)
 
-    def _unpacked(self, slot: Slot, rows: Int[Tensor, " n"]) -> Tensor:
+    def _unpacked(self, slot: Slot, rows: Int[Tensor, " n"]) -> Float[Tensor, "n columns"]:
         return self._formats[slot.kind].unpack(self.pages[slot][rows], self.dtype)
 
     def _renew_table(self, held: _Held) -> None:
@@ -383,5 +395,5 @@ class PagedStore:
         self._entry_rows.clear()
 
 
-def _poison(rows: Tensor) -> None:
+def _poison(rows: Shaped[Tensor, "rows ..."]) -> None:
     rows.fill_(torch.nan if rows.is_floating_point() else POISON_BYTE)

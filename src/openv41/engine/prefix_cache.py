@@ -51,54 +51,46 @@ class PrefixCache:
 
     def adopt(self, job: Job, *, reuse: bool) -> None:
         """Let an open, empty request continue from the longest known prefix of its tokens."""
-        if not reuse:
-            job.rows, job.done, job.cached_tokens = self._rows(job, 0), 0, 0
-            return
-        store, bounded = self._store, job.mode is PrefillMode.BOUNDED
-        keys = job.keys(len(job.tokens) - 1)
-        match = self._exact.match(keys)
-        if self.disk is not None:
-            match = self._load_from_disk(job, keys, match)
-        if bounded:
-            other = self._approximate.match(keys)
-            if other.length > match.length:
-                match, job.is_approximate = other, True
-        known = match.length
-        rows = self._rows(job, known)
-        snapshot = None if bounded or not known else self._snapshot(job, keys, known, rows.start)
-        if snapshot is not None:
-            rows = self._rows(job, known, restored=snapshot.position)
-        if known:
-            try:
-                recent = job.images.masked(job.tokens[: rows.start], ops.DEAD)
-                store.adopt(job.number, match.pages, known, recent, rows.start)
-            except OutOfPages:  # not even one for the partly known page
-                known, rows, snapshot = 0, self._rows(job, 0), None
-        if snapshot is not None:
-            store.restore(job.number, snapshot)
-        job.is_approximate |= bounded and rows.start > 0
-        job.rows, job.done, job.cached_tokens = rows, rows.start, known
-        self.hit_tokens += known
+        known, rows, is_approximate = 0, self._rows(job, 0), False
+        if reuse:
+            known, rows, is_approximate = self._take_over(job)
+        job.is_approximate, job.rows, job.done = is_approximate, rows, rows.start
+        if job.cached_tokens is None:  # what a preempted request finds again was its own
+            job.cached_tokens = known
+            self.hit_tokens += known
 
     def keep(self, job: Job, *, ends: bool) -> None:
         """Remember the whole pages of a job, and the last one too where it ``ends``."""
         length = job.done if ends else job.done - job.done % self._size
         if length <= job.kept_pages * self._size:
             return
-        whole, known = length // self._size, job.kept_pages
-        job.kept_pages = whole
         tree = self._approximate if job.is_approximate else self._exact
-        pages = self._store.pages_of(job.number, length)
-        keys = job.keys(length)
-        tree.insert(keys, pages)
+        old, new = job.kept_pages, length // self._size
+        after = job.kept_node if job.kept_node is not None and job.kept_node in tree else None
+        begin = 0 if after is None else old
+        pages = self._store.pages_of(job.number, length)[begin:]
+        keys = job.keys(begin * self._size, length)
+        job.kept_pages, job.kept_node = new, tree.insert(keys, pages, after=after)
         if not job.is_approximate:
-            self._take_snapshot(job, keys)
-            self._save_to_disk(job, keys, pages[known:whole])
+            self._take_snapshot(job)
+            self._save_to_disk(job, old, new)
 
     def make_room(self, count: int) -> int:
         """Free pages that only the cache holds."""
         freed = self._approximate.evict(count)
         return freed + self._exact.evict(count - freed)
+
+    def can_make_room(self, count: int) -> bool:
+        """Whether ``make_room`` would free that many."""
+        found = self._approximate.evictable(count)
+        return found + self._exact.evictable(count - found) >= count
+
+    def make_room_for(self, job: Job, count: int) -> None:
+        """Free pages, those of the job's own prefix last, so that ``count`` of its tokens fit."""
+        keys = job.keys(0, len(job.tokens) - 1)
+        known = max(tree.match(keys).length for tree in (self._approximate, self._exact))
+        needed = -(-min(count, job.pending - known) // self._size) + 1
+        self.make_room(max(0, needed - self._store.allocator.free))
 
     def close(self) -> None:
         """Forget everything, and put what is on the disk in order."""
@@ -111,6 +103,53 @@ class PrefixCache:
         self._exact.clear()
         self._approximate.clear()
 
+    def _take_over(self, job: Job) -> tuple[int, PromptRows, bool]:
+        """Find what is cached of a job and let it have that.
+
+        Returns how many positions it knows now, the rows to compute, and whether what they become
+        is not that of the model.
+        """
+        match, is_approximate = self._match(job)
+        known, bounded = match.length, job.mode is PrefillMode.BOUNDED
+        if not known:
+            return 0, self._rows(job, 0), False
+        rows = self._rows(job, known)
+        snapshot = None if bounded else self._snapshot(job, known, rows.start)
+        if snapshot is not None:
+            rows = self._rows(job, known, restored=snapshot.position)
+        if not self._share(job, match, rows.start):
+            return 0, self._rows(job, 0), False
+        if snapshot is not None:
+            self._store.restore(job.number, snapshot)
+        return known, rows, is_approximate or (bounded and rows.start > 0)
+
+    def _match(self, job: Job) -> tuple[Match, bool]:
+        """The longest known prefix, and whether it is one of those after a bounded replay."""
+        keys = job.keys(0, len(job.tokens) - 1)
+        match = self._exact.match(keys)
+        if self.disk is not None:
+            match = self._load_from_disk(job, keys, match)
+        if job.mode is PrefillMode.BOUNDED:
+            other = self._approximate.match(keys)
+            if other.length > match.length:
+                return other, True
+        return match, False
+
+    def _share(self, job: Job, match: Match, start: int) -> bool:
+        """Give a job the pages of a match; False if there is none for its partly known page."""
+        allocator = self._store.allocator
+        allocator.share(match.pages)  # so that none makes room
+        try:
+            if match.length % self._size and not allocator.free:
+                self.make_room(1)
+            recent = job.images.masked(job.tokens[:start], ops.DEAD)
+            self._store.adopt(job.number, match.pages, match.length, recent, start)
+        except OutOfPages:
+            return False
+        finally:
+            allocator.release(match.pages)
+        return True
+
     def _rows(self, job: Job, known: int, restored: int | None = None) -> PromptRows:
         return prompt_rows(
             self._store.config,
@@ -122,9 +161,9 @@ class PrefixCache:
             variant=self._variant,
         )
 
-    def _snapshot(self, job: Job, keys: Keys, known: int, start: int) -> Snapshot | None:
+    def _snapshot(self, job: Job, known: int, start: int) -> Snapshot | None:
         """The deepest snapshot that saves rows of a replay and has the windows that are needed."""
-        config = self._store.config
+        config, keys = self._store.config, job.keys(0, known)
         for position, kept in self._exact.snapshots(keys, known):
             assert isinstance(kept, Snapshot), f"{kept!r} is no snapshot"
             if position <= start:
@@ -138,41 +177,45 @@ class PrefixCache:
                     return kept
         return None
 
-    def _take_snapshot(self, job: Job, keys: Keys) -> None:
+    def _take_snapshot(self, job: Job) -> None:
         position = job.done - job.done % self._size
         if position in (0, job.snapshot_at) or job.mode is PrefillMode.BOUNDED:
             return
         if self._takes_snapshots and job.done - position <= self._store.cache.draft_tokens:
             job.snapshot_at = position
-            snapshot = self._store.snapshot(job.number, position)
-            self._exact.attach(keys[:position], snapshot)
+            assert job.kept_node is not None, "no page of the job was kept"
+            node = next(node for node in job.kept_node.path() if node.end == position)
+            self._exact.attach(node, self._store.snapshot(job.number, position))
 
-    def _extend_keys(self, names: list[bytes], keys: Keys) -> None:
-        """Add the names of whole pages that ``names`` does not reach yet."""
-        for page in range(len(names), len(keys) // self._size):
-            of_page = tuple(keys[page * self._size : (page + 1) * self._size])
-            names.append(key_of(names[-1] if names else b"", of_page))
+    def _names(self, job: Job, first: int, stop: int) -> list[bytes]:
+        """What the disk knows some whole pages of a job by."""
+        names, size = job.page_keys, self._size
+        for page in range(len(names), stop):
+            keys = job.keys(page * size, (page + 1) * size)
+            names.append(key_of(names[-1] if names else b"", tuple(keys)))
+        return names[first:stop]
 
-    def _save_to_disk(self, job: Job, keys: Keys, new_pages: Sequence[int]) -> None:
-        """Save the newest whole pages of a job."""
-        if self.disk is None or not new_pages:
+    def _save_to_disk(self, job: Job, first: int, stop: int) -> None:
+        """Save some whole pages of a job, those that are new with one copy from the device."""
+        if self.disk is None:
             return
-        self._extend_keys(job.page_keys, keys)
-        first = job.kept_pages - len(new_pages)
-        for key, page in zip(job.page_keys[first : job.kept_pages], new_pages, strict=True):
-            if key not in self.disk:
-                self.disk.put(key, self._store.read_page(page).cpu().numpy().tobytes())
+        pages = self._store.pages_of(job.number, stop * self._size)[first:]
+        named = zip(self._names(job, first, stop), pages, strict=True)
+        new = {name: page for name, page in named if name not in self.disk}
+        if new:
+            records = self._store.read_pages(list(new.values())).cpu().numpy()
+            for name, record in zip(new, records, strict=True):
+                self.disk.put(name, record.tobytes())
 
     def _load_from_disk(self, job: Job, keys: Keys, match: Match) -> Match:
         """Bring the pages that follow a match back from the disk."""
         assert self.disk is not None, "no disk tier"
         store, first = self._store, match.length // self._size
-        self._extend_keys(job.page_keys, keys)
         store.allocator.share(match.pages)
         loaded: list[int] = []
         try:
-            for key in job.page_keys[first : len(keys) // self._size]:
-                if (record := self.disk.get(key)) is None:
+            for name in self._names(job, first, len(keys) // self._size):
+                if (record := self.disk.get(name)) is None:
                     break
                 if not store.allocator.free and not self.make_room(1):
                     break

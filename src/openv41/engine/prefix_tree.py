@@ -21,7 +21,7 @@ class Match:
 
 
 @dataclass(eq=False, slots=True)
-class _Node:
+class Node:
     """A run of keys that ends at position ``end`` and does not cross the end of a page.
 
     A node with a page stands where that page's content ends: at the page's own end, or earlier (a
@@ -31,19 +31,19 @@ class _Node:
 
     keys: Keys
     end: int
-    parent: "_Node | None" = None
+    parent: "Node | None" = None
     page: int | None = None
-    children: "dict[Hashable, _Node]" = field(default_factory=dict)
+    children: "dict[Hashable, Node]" = field(default_factory=dict)
 
-    def path(self) -> "Iterator[_Node]":
+    def path(self) -> "Iterator[Node]":
         """Yield the nodes with a page from this one up to the root."""
-        node: _Node | None = self
+        node: Node | None = self
         while node is not None:
             if node.page is not None:
                 yield node
             node = node.parent
 
-    def first_page(self) -> "_Node":
+    def first_page(self) -> "Node":
         """Find a node whose page covers this node's keys."""
         node = self
         while node.page is None:
@@ -67,15 +67,19 @@ class PrefixTree:
         self._allocator = allocator
         self._page_size = page_size
         self._max_snapshots = max_snapshots
-        self._root = _Node((), 0)
+        self._root = Node((), 0)
         # Every node with a page, least recently used first. A node comes after all nodes below it,
         # so the first one is a leaf.
-        self._order: OrderedDict[_Node, None] = OrderedDict()
-        self._snapshots: OrderedDict[_Node, object] = OrderedDict()  # least recently used first
+        self._order: OrderedDict[Node, None] = OrderedDict()
+        self._snapshots: OrderedDict[Node, object] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
         """Count the pages that the tree holds."""
         return len(self._order)
+
+    def __contains__(self, node: Node) -> bool:
+        """Whether a node that ``insert`` returned is still there."""
+        return node in self._order
 
     @property
     def num_snapshots(self) -> int:
@@ -88,20 +92,45 @@ class PrefixTree:
         self._touch(path)
         return Match(length, [node.page for node in path if node.page is not None])
 
-    def insert(self, tokens: Sequence[Hashable], pages: Sequence[int]) -> None:
+    def insert(
+        self, tokens: Sequence[Hashable], pages: Sequence[int], *, after: Node | None = None
+    ) -> Node:
         """Remember that ``pages`` hold the state of ``tokens``; share those not yet known.
 
         Known pages stay, except that a fuller page replaces a partly filled one that it extends.
+        Returns the node reached; where it ends with a page, more may be inserted ``after`` it.
         """
         keys, size = tuple(tokens), self._page_size
+        node = self._root if after is None else after
+        assert node is self._root or node in self, f"the node that ends at {node.end} was dropped"
+        assert node.end % size == 0, f"nothing follows a page filled up to {node.end}"
         assert len(pages) == -(-len(keys) // size), (
             f"{len(keys)} tokens fill {-(-len(keys) // size)} pages of {size}, got {len(pages)}"
         )
-        node, path = self._root, []
         for index, page in enumerate(pages):
             node = self._insert_page(node, keys[index * size : (index + 1) * size], page)
-            path.append(node)
-        self._touch(path)
+        for used in node.path():
+            self._order.move_to_end(used)
+        return node
+
+    def evictable(self, up_to: int) -> int:
+        """Count the pages that ``evict`` would free, at most ``up_to``."""
+        count = 0
+        kept: set[Node] = set()
+        for node in self._order:
+            if count >= up_to:
+                break
+            assert node.page is not None, f"a node that ends at {node.end} is kept without a page"
+            if node in kept:
+                continue
+            if self._allocator.references(node.page) == 1:
+                count += 1
+                continue
+            for above in node.path():
+                if above in kept:
+                    break
+                kept.add(above)
+        return count
 
     def evict(self, count: int) -> int:
         """Free up to ``count`` pages, least recently used prefixes first; return how many.
@@ -109,7 +138,7 @@ class PrefixTree:
         Pages that others hold stay, and so does the prefix before them: both count as used now.
         """
         freed = 0
-        kept: dict[_Node, None] = {}
+        kept: dict[Node, None] = {}
         while freed < count and self._order and (node := next(iter(self._order))) not in kept:
             assert node.page is not None, f"a node that ends at {node.end} is kept without a page"
             if self._allocator.references(node.page) == 1:
@@ -131,24 +160,21 @@ class PrefixTree:
         self._snapshots.clear()
         self._root.children.clear()
 
-    def attach(self, tokens: Sequence[Hashable], snapshot: object) -> bool:
-        """Keep a snapshot of the state after ``tokens``, which end with a page.
+    def attach(self, node: Node, snapshot: object) -> bool:
+        """Keep a snapshot of the state at a node, which ends with a page.
 
         It goes with its page, or when it is the least recently used of too many. Return whether it
-        was kept: not if the tokens are unknown.
+        was kept.
         """
-        keys = tuple(tokens)
-        assert len(keys) % self._page_size == 0 < len(keys), (
-            f"a snapshot belongs to the end of a page of {self._page_size}, not to {len(keys)}"
+        assert node in self, f"the node that ends at {node.end} was dropped"
+        assert node.end % self._page_size == 0, (
+            f"a snapshot belongs to the end of a page of {self._page_size}, not to {node.end}"
         )
-        length, path = self._walk(keys)
-        if length < len(keys):
-            return False
-        self._snapshots[path[-1]] = snapshot
-        self._snapshots.move_to_end(path[-1])
+        self._snapshots[node] = snapshot
+        self._snapshots.move_to_end(node)
         if len(self._snapshots) > self._max_snapshots:
             self._snapshots.popitem(last=False)
-        return path[-1] in self._snapshots
+        return node in self._snapshots
 
     def snapshots(self, tokens: Sequence[Hashable], up_to: int) -> Iterator[tuple[int, object]]:
         """Yield position and snapshot along ``tokens``, at most at ``up_to``, the deepest first.
@@ -161,7 +187,7 @@ class PrefixTree:
                 self._snapshots.move_to_end(node)
                 yield node.end, self._snapshots[node]
 
-    def _walk(self, keys: Keys) -> tuple[int, list[_Node]]:
+    def _walk(self, keys: Keys) -> tuple[int, list[Node]]:
         """Follow ``keys`` as far as they are known: how far, and one node for each page."""
         node, at, path = self._root, 0, []
         while at < len(keys) and (child := node.children.get(keys[at])) is not None:
@@ -176,7 +202,7 @@ class PrefixTree:
             path.append(node.first_page())
         return at, path
 
-    def _insert_page(self, node: _Node, keys: Keys, page: int) -> _Node:
+    def _insert_page(self, node: Node, keys: Keys, page: int) -> Node:
         """Find the node whose page covers ``keys`` below ``node``; if new, it owns ``page``."""
         while keys:
             child = node.children.get(keys[0])
@@ -189,15 +215,15 @@ class PrefixTree:
             node, keys = child, keys[same:]
         return node.first_page()
 
-    def _add(self, parent: _Node, keys: Keys, page: int) -> _Node:
+    def _add(self, parent: Node, keys: Keys, page: int) -> Node:
         """Append a new page."""
         self._allocator.share([page])
-        node = _Node(keys, parent.end + len(keys), parent, page)
+        node = Node(keys, parent.end + len(keys), parent, page)
         parent.children[keys[0]] = node
         self._order[node] = None
         return node
 
-    def _refill(self, node: _Node, keys: Keys, page: int) -> _Node:
+    def _refill(self, node: Node, keys: Keys, page: int) -> Node:
         """Put ``page``, which holds ``keys`` more, in the place of a partly filled page."""
         assert node.page is not None, f"no page to replace at {node.end}"
         self._allocator.share([page])  # first: it may be the same page, filled further
@@ -207,7 +233,7 @@ class PrefixTree:
         node.page = page
         return node
 
-    def _drop(self, node: _Node) -> None:
+    def _drop(self, node: Node) -> None:
         """Release the page of a leaf and take the leaf out of the tree."""
         page, parent = node.page, node.parent
         assert not node.children, f"the node that ends at {node.end} is not a leaf"
@@ -223,7 +249,7 @@ class PrefixTree:
             only.parent = parent.parent
             parent.parent.children[only.keys[0]] = only
 
-    def _touch(self, nodes: Iterable[_Node]) -> None:
+    def _touch(self, nodes: Iterable[Node]) -> None:
         """Mark nodes, and with each all nodes above it, as used just now."""
         for node in sorted(nodes, key=lambda node: node.end, reverse=True):
             self._order.move_to_end(node)
@@ -237,12 +263,12 @@ def _common(a: Keys, b: Keys) -> int:
     return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
-def _split(node: _Node, at: int) -> _Node:
+def _split(node: Node, at: int) -> Node:
     """Part a node's keys in two; return the new upper node, which has no page."""
     parent = node.parent
     assert parent is not None, "the root has no keys to part"
     assert 0 < at < len(node.keys), f"{len(node.keys)} keys cannot be parted at {at}"
-    upper = _Node(node.keys[:at], parent.end + at, parent)
+    upper = Node(node.keys[:at], parent.end + at, parent)
     parent.children[node.keys[0]] = upper
     upper.children[node.keys[at]] = node
     node.keys, node.parent = node.keys[at:], upper

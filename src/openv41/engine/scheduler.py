@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from openv41.engine.job import Job
 from openv41.engine.paged_store import PagedStore
 from openv41.engine.pages import OutOfPages
+from openv41.engine.prefix_cache import PrefixCache
 from openv41.errors import ConfigError
 
 
@@ -33,18 +34,18 @@ class ScheduleConfig:
 
 
 class Scheduler:
-    """Waiting and running jobs; ``admit`` gives a job its place and finds what is cached."""
+    """Waiting and running jobs; ``admit`` lets a job that has its place find what is cached."""
 
     def __init__(
         self,
         config: ScheduleConfig,
         store: PagedStore,
         *,
+        prefixes: PrefixCache,
         admit: Callable[[Job], None],
-        make_room: Callable[[int], int],
     ) -> None:
         self.config, self._store = config, store
-        self._admit, self._make_room = admit, make_room
+        self._prefixes, self._admit = prefixes, admit
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []  # the oldest first
         self.preemptions = 0
@@ -85,9 +86,7 @@ class Scheduler:
     def _fill_places(self) -> None:
         while self.waiting and len(self.running) < self._store.cache.max_requests:
             job = self.waiting[0]
-            first = min(job.pending, self.config.tokens_per_step)
-            needed = -(-first // self._store.cache.page_size) + 1
-            if self._free_pages(needed) < needed and self.running:
+            if not self._find_room(job):
                 return  # those who run first
             self.waiting.popleft()
             self._store.open(job.number)
@@ -95,16 +94,22 @@ class Scheduler:
             self.running.sort(key=lambda j: j.number)
             self._admit(job)
 
-    def _free_pages(self, wanted: int) -> int:
-        missing = wanted - self._store.allocator.free
+    def _find_room(self, job: Job) -> bool:
+        """Free the pages that a job starts with; none where they cannot be enough."""
+        count = min(job.pending, self.config.tokens_per_step)
+        needed = -(-count // self._store.cache.page_size) + 1
+        missing = needed - self._store.allocator.free
         if missing > 0:
-            self._make_room(missing)
-        return self._store.allocator.free
+            if self.running and not self._prefixes.can_make_room(missing):
+                return False
+            self._prefixes.make_room_for(job, count)
+        return True
 
     def _reserve(self, job: Job, count: int) -> bool:
         """Reserve pages; take them from the cache, then from the youngest job."""
         while True:
-            self._free_pages(self._store.pages_missing(job.number, job.done + count))
+            missing = self._store.pages_missing(job.number, job.done + count)
+            self._prefixes.make_room(max(0, missing - self._store.allocator.free))
             try:
                 self._store.reserve(job.number, job.done + count)
             except OutOfPages:
