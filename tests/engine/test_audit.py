@@ -41,11 +41,6 @@ def test_the_released_shape_takes_890_bytes_per_token():
     assert cache_bytes(released()).window_per_request == held // 2
 
 
-def test_a_dense_store_is_outside_the_audit():
-    store = PagedStore(mini_config(), NUMERICS["f32"], CacheConfig(num_pages=1))
-    assert all(t.dtype == torch.float32 for t in store.pages.values())
-
-
 @pytest.mark.parametrize("kind", list(PACKINGS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [512, 128, 48])
