@@ -1,5 +1,6 @@
 """What the layers of one forward share: positions, contexts, selections. Report §2.2, §2.3.1."""
 
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -90,6 +91,15 @@ class ForwardContext:
                 setattr(made, name, value[rows])
         for source, chosen in self.selections.items():
             made.selections[source] = replace(chosen, rows=chosen.rows[rows])
+        return made
+
+    def fork(self) -> "ForwardContext":
+        """The same state, apart from then on; what layers add to one the other does not see."""
+        made = copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, dict | list):
+                setattr(made, name, copy(value))
+        made.work = Work(dict(self.work.entries_scored), dict(self.work.entries_read))
         return made
 
     def observe(self, name: str, value: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Unpack
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from openv41 import ops
 from openv41.config import NUMERICS, ModelConfig, NumericsConfig
@@ -162,8 +163,12 @@ class CausalEncoderDecoder(nn.Module):
         *,
         rows: Sequence[LayerRows] | None = None,
         probe: Probe | None = None,
+        recompute: bool = False,
     ) -> Output:
         """Run every layer on every token of the batch, or each layer on its ``rows``.
+
+        With ``recompute`` only the streams between layers are kept for the backward pass, which
+        runs each layer once more (activation checkpointing).
 
         Raises InputError for token ids outside the vocabulary, for image tokens without embeddings
         and for positions beyond a request's stored length.
@@ -176,7 +181,7 @@ class CausalEncoderDecoder(nn.Module):
             if rows is not None:
                 x, a, ctx = enter(layer, x, a, ctx, rows[number])
             if len(x) or rows is None:
-                x, a = layer(x, a, ctx)
+                x, a = run_twice(layer, x, a, ctx) if recompute else layer(x, a, ctx)
         hidden = ctx.observe("final_hidden", self.norm(ops.mix_streams(x, a)))
         taps, tap_batch = join_taps(ctx.taps)
         if taps is not None:
@@ -280,6 +285,26 @@ class CausalEncoderDecoder(nn.Module):
             )
         ctx.recent_ids = torch.where(raw < 0, ops.DEAD, self.token_map[raw.clamp(min=0)])
         ctx.pad_id = int(self.token_map[engram.pad_token_id])
+
+
+def run_twice(
+    layer: nn.Module, x: Float[Tensor, "T N D"], a: Float[Tensor, "T N"], ctx: ForwardContext
+) -> tuple[Float[Tensor, "T N D"], Float[Tensor, "T N"]]:
+    """Run a layer, and again in the backward pass instead of keeping what it computed.
+
+    The second run starts from the context as it was, so that shared KV and selections are those of
+    the first, and its own are not shared, nor its loads counted.
+    """
+    before, contexts = ctx.fork(), [ctx]
+
+    def run(x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        streams: tuple[Tensor, Tensor] = layer(x, a, contexts.pop() if contexts else before.fork())
+        return streams
+
+    streams: tuple[Tensor, Tensor] = checkpoint(
+        run, x, a, use_reentrant=False, preserve_rng_state=False
+    )
+    return streams
 
 
 def enter(
