@@ -14,7 +14,7 @@ from openv41.engine.prompt_format import AnswerReader
 from openv41.engine.request import Event, FinishReason, Request
 from openv41.engine.sampler import LogitsError, Sampler, SamplingConfig
 from openv41.engine.tool_grammar import calls_lark
-from openv41.errors import InputError
+from openv41.errors import InputError, PromptError
 from openv41.prompt import ToolCall, collect, parse
 from openv41.prompt.tokens import DSML, EOS, THINK_END, Piece
 from tests.engine.mini_engine import arm, engine_of, plain_logits
@@ -85,7 +85,14 @@ def rules(compiler, **options):
         "marker_id": tokenizer.special_id(DSML),
     }
     return AnswerConstraint(
-        **{"compiler": compiler, "reasons": False, "content": None, "calls": None, **ids, **options}
+        **{
+            "compiler": compiler,
+            "has_reasoning": False,
+            "content": None,
+            "calls": None,
+            **ids,
+            **options,
+        }
     )
 
 
@@ -214,9 +221,25 @@ def test_other_arguments_have_other_names(compiler, tokenizer):
     assert others
 
 
+def test_names_that_the_model_gives_end(compiler, tokenizer):
+    marker = tokenizer.special_id(DSML)
+    text = calls_lark([tool("f", {"type": "object"})], marker)
+    guide = rules(compiler, content=compiler.lark(text, "calls")).begin()
+    parts = ["<", ' invoke name="f">\n<', ' parameter name="']
+    for number, part in enumerate(parts):
+        for token in ([marker] if number else []) + tokenizer.encode(part):
+            guide.accept(token)
+    (letter,), (quote,) = tokenizer.encode("z"), tokenizer.encode('"')
+    for _ in range(64):
+        assert guide.allowed()[letter]
+        guide.accept(letter)
+    assert not guide.allowed()[letter]
+    assert guide.allowed()[quote]
+
+
 def test_reasoning_is_free_until_it_ends(compiler, tokenizer):
     schema = {"type": "object", "properties": {}, "additionalProperties": False}
-    constraint = rules(compiler, reasons=True, content=compiler.json(schema))
+    constraint = rules(compiler, has_reasoning=True, content=compiler.json(schema))
     ends = tokenizer.special_id(THINK_END)
     for seed in range(10):
         tokens = drawn(constraint, seed, likely=[(ends, 5), (EOS_ID, 9)])
@@ -233,7 +256,7 @@ def test_reasoning_is_free_until_it_ends(compiler, tokenizer):
 def test_a_block_opens_behind_a_bracket_alone(compiler, tokenizer, section):
     marker = tokenizer.special_id(DSML)
     calls = compiler.lark(calls_lark([tool("f")], marker, opening=" calls>\n"), "calls")
-    guide = rules(compiler, reasons=section == "reasoning", calls=calls).begin()
+    guide = rules(compiler, has_reasoning=section == "reasoning", calls=calls).begin()
     assert not guide.allowed()[marker]
     assert guide.allowed()[EOS_ID]
     for token in tokenizer.encode("text <"):
@@ -309,10 +332,11 @@ def test_schemas_that_cannot_be_enforced(compiler, tokenizer, schema, reason):
             {"properties": {}, "required": ["a"], "additionalProperties": False},
             "'a' is required and may not be given",
         ),
+        ({"properties": {'a" string="true">': {}}}, "of 'f' would end its own tag"),
     ],
 )
 def test_parameters_that_cannot_be_enforced(parameters, reason):
-    with pytest.raises(InputError, match=reason):
+    with pytest.raises((InputError, PromptError), match=reason):
         calls_lark([tool("f", parameters)], 5)
 
 

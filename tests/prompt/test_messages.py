@@ -57,6 +57,10 @@ def test_names_that_would_end_their_own_tag():
             ToolCall(name)
     with pytest.raises(PromptError, match="of 'f' would end its own tag"):
         ToolCall("f", {'a" string="true">x': 1})
+    for build in (lambda: ToolCall("f" * 1025), lambda: ToolCall("f", {"a" * 1025: 1})):
+        with pytest.raises(PromptError, match="has 1025 characters, must have at most 1024"):
+            build()
+    assert ToolCall("f" * 1024, {"a" * 1024: 1}).parameters[0].name == "a" * 1024
     assert ToolCall("f", {'a" string="true" ': 1}).parameters[0].name == 'a" string="true" '
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from openv41.errors import PromptError
 from openv41.prompt import (
     ArgumentsDelta,
     CallStart,
@@ -19,7 +20,9 @@ from openv41.prompt import (
     ToolCall,
     collect,
     parse,
+    stream,
 )
+from openv41.prompt.dsml import MAX_NAME
 from tests.prompt.format import EOS, D, answer_pieces, block, call, parameter
 from tests.prompt.strategies import FRAGMENTS, answers, awkward_text, to_message
 
@@ -263,6 +266,42 @@ def test_a_broken_tag_does_not_hold_back_the_next_one():
     parser = StreamParser("calls", new_id=numbered)
     assert parser.feed(f"<{D} invoke n") == []
     assert parser.feed(f'>\n<{D} invoke name="f">') == [CallStart(0, "id0", "f")]
+
+
+class Counting:
+    """A pattern that counts the characters it may look at."""
+
+    def __init__(self, pattern):
+        self.pattern, self.read = pattern, 0
+
+    def match(self, text, place):
+        self.read += len(text) - place
+        return self.pattern.match(text, place)
+
+
+def test_a_tag_without_end_is_not_read_again_and_again(monkeypatch):
+    """A search of all that came would read 2 * 10^8 characters here."""
+    counting = Counting(stream.PARAMETER_TAG)
+    monkeypatch.setattr(stream, "PARAMETER_TAG", counting)
+    parser = StreamParser("calls", new_id=numbered)
+    parser.feed(f'<{D} invoke name="f">\n<{D} parameter name="')
+    for _ in range(20_000):
+        assert parser.feed("a") == []
+    assert counting.read < 10**6
+    assert parser.feed(f'<{D} parameter name="b" string="false">1') == [
+        ArgumentsDelta(0, '{"b": '),
+        ArgumentsDelta(0, "1"),
+    ]
+
+
+def test_the_longest_names_that_tags_have():
+    for count, names in ((MAX_NAME, 1), (MAX_NAME + 1, 0)):
+        text = block(call("f" * count, parameter("a" * count, 1, False)), call("g", ""))
+        told = joined(read(text, "calls"))
+        assert told == joined(read([text], "calls"))
+        assert [len(call.name) for call in told[0].tool_calls] == [count] * names + [1]
+    with pytest.raises(PromptError, match="expected an invoke tag"):
+        parse(f"\n\n{block(call('f' * (MAX_NAME + 1), ''))}{EOS}", "content")
 
 
 def test_ids_of_calls_are_fresh():

@@ -23,11 +23,14 @@ if TYPE_CHECKING:
 
     from llguidance import LLMatcher, LLTokenizer
 
-# Blanks between the tokens of JSON: enough for indented text, never endless.
+# Blanks between the tokens of JSON: a line break and nine levels of four blanks, never endless.
 JSON_STYLE = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,40}"}
-# Beyond these the library runs out of stack, or of items while an answer is written.
-MOST_NESTED, MOST_ENTRIES, MOST_CHOICES, MOST_REFERENCES, MOST_NODES = 64, 256, 128, 256, 10_000
-_OPENS_TAG = ord("<")
+# What a schema may have; llguidance 1.9 bears a little more of each.
+MAX_LEVELS = 64  # its reader of JSON stops at 127
+MAX_ENTRIES = 256  # of one object; the time for optional ones grows with the square of their number
+MAX_CHOICES = 128  # it follows up to 2,000 possible places of an answer at once
+MAX_REFERENCES = 256  # a chain of 3,000 overflows its stack
+MAX_PARTS = 10_000  # 40,000 are "too large"
 
 
 @dataclass(frozen=True)
@@ -110,11 +113,11 @@ class AnswerConstraint:
     """
 
     compiler: GrammarCompiler
-    reasons: bool  # the answer begins with reasoning
+    has_reasoning: bool  # the answer begins with it
     content: Grammar | None
     calls: Grammar | None
-    think_end_id: int = -1
-    marker_id: int = -1
+    think_end_id: int | None = None
+    marker_id: int | None = None
 
     def begin(self) -> "AnswerGuide":
         """Guide for an answer that begins."""
@@ -127,11 +130,11 @@ class AnswerGuide:
     def __init__(self, rules: AnswerConstraint) -> None:
         self._rules = rules
         self._size = rules.compiler.num_tokens
-        self._reasons = rules.reasons
+        self._is_reasoning = rules.has_reasoning
         self._is_over = False
-        self._last_byte = -1
+        self._opens_tag = False  # the text ends with "<"
         self._matcher: LLMatcher | None = None
-        if not rules.reasons:
+        if not rules.has_reasoning:
             self._follow(rules.content)
 
     def allowed(self) -> Bool[Tensor, " V"] | None:
@@ -142,9 +145,9 @@ class AnswerGuide:
             return self._mask(self._matcher)
         rules = self._rules
         mask = torch.ones(self._size, dtype=torch.bool)
-        if 0 <= rules.marker_id < self._size:
-            mask[rules.marker_id] = rules.calls is not None and self._last_byte == _OPENS_TAG
-        if self._reasons and rules.content is not None:
+        if rules.marker_id is not None and rules.marker_id < self._size:
+            mask[rules.marker_id] = rules.calls is not None and self._opens_tag
+        if self._is_reasoning and rules.content is not None:
             mask[rules.compiler.eos_id] = False
         return mask
 
@@ -159,13 +162,13 @@ class AnswerGuide:
             self._consume(self._matcher, token)
             self._is_over = token == rules.compiler.eos_id
         elif token == rules.marker_id:
-            self._reasons = False
+            self._is_reasoning = False
             self._follow(rules.calls)
-        elif token == rules.think_end_id and self._reasons:
-            self._reasons, self._last_byte = False, -1
+        elif token == rules.think_end_id and self._is_reasoning:
+            self._is_reasoning = self._opens_tag = False
             self._follow(rules.content)
         else:
-            self._last_byte = (b"\0" + rules.compiler.tokenizer.token_bytes(token))[-1]
+            self._opens_tag = rules.compiler.tokenizer.token_bytes(token).endswith(b"<")
 
     def _follow(self, grammar: Grammar | None) -> None:
         self._matcher = None if grammar is None else grammar.matcher.deep_copy()
@@ -173,41 +176,46 @@ class AnswerGuide:
     def _mask(self, matcher: "LLMatcher") -> Bool[Tensor, " V"]:
         packed = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
         if matcher.is_error():
-            raise ConstraintError(f"the grammar of the answer failed: {matcher.get_error()}")
+            raise ConstraintError(f"the grammar of the answer failed: {_reason(matcher)}")
         bits = (packed[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1  # [V/8, 8]
         return bits.flatten()[: self._size].bool()
 
     def _consume(self, matcher: "LLMatcher", token: int) -> None:
         if not matcher.consume_token(token):
             raise ConstraintError(
-                f"token {token} does not fit the grammar of the answer: {matcher.get_error()}"
+                f"token {token} does not fit the grammar of the answer: {_reason(matcher)}"
             )
+
+
+def _reason(matcher: "LLMatcher") -> str:
+    """What went wrong, without the state of the library that follows it."""
+    return matcher.get_error().partition("\n")[0]
 
 
 def check_size(schema: object, what: str) -> None:
     """Refuse a schema that is too large to be enforced."""
-    waiting, nodes, references = [(schema, 0)], 0, 0
+    waiting, parts, references = [(schema, 0)], 0, 0
     while waiting:
         found, depth = waiting.pop()
-        nodes += 1
+        parts += 1
         below: Iterable[object] = ()
         if isinstance(found, Mapping):
             references += "$ref" in found
             choices = [found[key] for key in ("anyOf", "oneOf", "allOf") if key in found]
             most = max((len(c) for c in choices if isinstance(c, list)), default=0)
-            if len(found) > MOST_ENTRIES or most > MOST_CHOICES:
+            if len(found) > MAX_ENTRIES or most > MAX_CHOICES:
                 raise InputError(
                     f"{what} has an object of {len(found)} entries or a choice of {most}; at most "
-                    f"{MOST_ENTRIES} and {MOST_CHOICES} can be enforced"
+                    f"{MAX_ENTRIES} and {MAX_CHOICES} can be enforced"
                 )
             below = found.values()
         elif isinstance(found, list):
             below = [item for item in found if isinstance(item, Mapping | list)]
         waiting += [(item, depth + 1) for item in below]
-        if depth > MOST_NESTED or references > MOST_REFERENCES or nodes > MOST_NODES:
+        if depth > MAX_LEVELS or references > MAX_REFERENCES or parts > MAX_PARTS:
             raise InputError(
-                f"{what} is too large to be enforced: at most {MOST_NESTED} levels, "
-                f"{MOST_REFERENCES} references and {MOST_NODES:,} parts"
+                f"{what} is too large to be enforced: at most {MAX_LEVELS} levels, "
+                f"{MAX_REFERENCES} references and {MAX_PARTS:,} parts"
             )
 
 
@@ -217,7 +225,7 @@ def load_library() -> "ModuleType":
         import llguidance  # noqa: PLC0415 -- an optional extra
     except ImportError:
         raise InputError(
-            "tools and response formats need llguidance, which this server lacks; "
-            "pip install 'openv41[grammar]'"
+            "tools and response formats need llguidance, not installed here; "
+            "run pip install 'openv41[grammar]'"
         ) from None
     return llguidance

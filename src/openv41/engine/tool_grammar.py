@@ -2,7 +2,8 @@
 
 Text parameters stand as they are in the markup, all others as JSON: a schema is split into what it
 says of texts, which becomes a pattern, and of all else, which stays a schema. Parameters come in
-the order of the tool's schema. What cannot be expressed is an InputError.
+the order of the tool's schema. What cannot be expressed is an InputError; names that do not fit
+into their tags are a PromptError.
 """
 
 import json
@@ -12,9 +13,18 @@ from typing import Any
 
 from openv41.engine.grammar import JSON_STYLE, check_size
 from openv41.errors import InputError
-from openv41.prompt.messages import describe_tool
+from openv41.prompt.dsml import (
+    CALLS,
+    INVOKE,
+    INVOKE_END,
+    JSON_KIND,
+    PARAMETER,
+    PARAMETER_END,
+    TEXT_KIND,
+    check_names,
+)
+from openv41.prompt.messages import JsonObject, describe_tool
 
-JsonObject = Mapping[str, Any]
 Schema = JsonObject | bool
 
 _NOTES = frozenset(
@@ -32,8 +42,9 @@ _TYPES = ("object", "array", "number", "boolean", "null", "string")
 _UNCLEAR = ("not", "if", "then", "else", "allOf", "dependentSchemas", "dependentRequired")
 _ROOT = _NOTES | {"type", "properties", "required", "additionalProperties"}
 _DEFINITIONS = ("$defs", "definitions")
-_MOST_DEPTH = 32
-_MOST_TOOLS = 256
+_MAX_DEPTH = 32  # references and choices inside each other; some schemas contain themselves
+_MAX_TOOLS = 256  # twice what OpenAI's API allows
+_MAX_NAME = 64  # characters that the model may give a parameter which the schema does not name
 
 
 def calls_lark(
@@ -53,14 +64,14 @@ def calls_lark(
         many: Whether there may be several calls.
         answer: Schema of a JSON text that may stand in place of the block.
     """
-    if len(tools) > _MOST_TOOLS:
-        raise InputError(f"{len(tools)} tools, must be at most {_MOST_TOOLS}")
+    if len(tools) > _MAX_TOOLS:
+        raise InputError(f"{len(tools)} tools, must be at most {_MAX_TOOLS}")
     mark = f"<[{marker}]>"
     lead = " ".join(mark if part == "MARK" else _quote(part) for part in _split_marks(opening))
     names = [f"call_{number}" for number in range(len(tools))]
     rules = [
         f"start: block{' | answer' if answer is not None else ''}",
-        f"block: {lead} call{'+' if many else ''} {_quote('</')} {mark} {_quote(' calls>')}",
+        f"block: {lead} call{'+' if many else ''} {_quote('</')} {mark} {_quote(CALLS)}",
         f"call: {' | '.join(names)}",
     ]
     if answer is not None:
@@ -78,8 +89,6 @@ class _Tool:
         self._prefix, self._mark = prefix, mark
         self._name = function["name"]
         self._where = f"tool {self._name!a}"
-        if '"' in self._name or "\n" in self._name:
-            raise InputError(f"{self._where}: its name must not hold quotes or line breaks")
         schema = function.get("parameters")
         self._root: JsonObject = {"properties": {}} if schema is None else schema
         self._check_root()
@@ -94,18 +103,19 @@ class _Tool:
             if key not in properties and extra is False:
                 raise InputError(f"{self._where}: {key!a} is required and may not be given")
             properties.setdefault(key, {} if extra is True else extra)
-        opening = _quote(f' invoke name="{self._name}">\n')
+        check_names(self._name, properties)
+        opening = _quote(f'{INVOKE}"{self._name}">\n')
         yield (
             f"{prefix}: {_quote('<')} {mark} {opening} {prefix}_first_0 "
-            f"{_quote(f'{chr(10)}</')} {mark} {_quote(f' invoke>{chr(10)}')}"
+            f"{_quote(f'{chr(10)}</')} {mark} {_quote(f'{INVOKE_END}{chr(10)}')}"
         )
         for number, (key, schema) in enumerate(properties.items()):
             skip = f" | {prefix}_{{}}_{number + 1}" if key not in required else ""
             rest = f"{prefix}_more_{number + 1}"
             for kind, before in (("first", "<"), ("more", "\n<")):
                 tag = f"{prefix}_{kind}_{number}: {_quote(before)} {mark} {prefix}_value_{number}"
-                yield f"{tag} {mark} {_quote(' parameter>')} {rest}{skip.format(kind)}"
-            yield from self._value(f"{prefix}_value_{number}", _quote(f'"{_checked(key)}"'), schema)
+                yield f"{tag} {mark} {_quote(PARAMETER_END)} {rest}{skip.format(kind)}"
+            yield from self._value(f"{prefix}_value_{number}", _quote(f'"{key}"'), schema)
         yield from self._end(len(properties), extra, list(properties))
 
     def _end(self, number: int, extra: Schema, known: Sequence[str]) -> Iterator[str]:
@@ -115,27 +125,27 @@ class _Tool:
             yield f'{prefix}_first_{number}: ""'
             yield f'{prefix}_more_{number}: ""'
             return
-        tail = f"{mark} {prefix}_other {mark} {_quote(' parameter>')}"
+        tail = f"{mark} {prefix}_other {mark} {_quote(PARAMETER_END)}"
         yield f'{prefix}_first_{number}: "" | {_quote("<")} {tail} {prefix}_more_{number}'
         yield f"{prefix}_more_{number}: ({_quote(chr(10) + '<')} {tail})*"
         name = f"{prefix}_NAME".upper()
         taken = "|".join(re.escape(key).replace("/", r"\/") for key in known if "\n" not in key)
         other_than = f' & ~/"({taken})"/' if taken else ""
-        yield f'{name}: /"[^"\\n]+"/{other_than}'
+        yield f'{name}: /"[^"\\n]{{1,{_MAX_NAME}}}"/{other_than}'
         yield from self._value(f"{prefix}_other", name, extra)
 
     def _value(self, rule: str, name: str, schema: Schema) -> Iterator[str]:
         """Rules of a parameter, from after its first marker to before its last."""
         texts, others = _split(schema, self._defs, f"{self._where}, parameter {name}")
-        lead = f"{_quote(' parameter name=')} {name}"
+        lead = f"{_quote(PARAMETER)} {name}"
         choices = []
         for place, pattern in enumerate(texts):
             terminal = f"{rule}_text_{place}".upper()
-            choices.append(f'{lead} {_quote(""" string="true">""")} {terminal}')
+            choices.append(f"{lead} {_quote(TEXT_KIND)} {terminal}")
             yield f"{terminal}: {pattern}"
         for place, other in enumerate(others):
             below = f"{rule}_json_{place}"
-            choices.append(f'{lead} {_quote(""" string="false">""")} {below} {_quote("</")}')
+            choices.append(f"{lead} {_quote(JSON_KIND)} {below} {_quote('</')}")
             yield f"{below}: {_json_rule({**self._defs, **other})}"
         yield f"{rule}: {' | '.join(choices)}"
 
@@ -162,7 +172,7 @@ def _split(
     schema: Schema, defs: JsonObject, where: str, depth: int = 0
 ) -> tuple[list[str], list[JsonObject]]:
     """Patterns of the texts that fit a schema, with the end of their tag; schemas of all else."""
-    if not isinstance(schema, bool | Mapping) or schema is False or depth > _MOST_DEPTH:
+    if not isinstance(schema, bool | Mapping) or schema is False or depth > _MAX_DEPTH:
         raise InputError(f"{where}: {_short(schema)} is no schema that a value can fit")
     if schema is True:
         schema = {}
@@ -315,12 +325,6 @@ def _check_references(schema: object, where: str) -> None:
 
 def _json_rule(schema: JsonObject) -> str:
     return "%json " + json.dumps({**schema, "x-guidance": JSON_STYLE})
-
-
-def _checked(key: str) -> str:
-    if re.search('" string="(true|false)">', key):
-        raise InputError(f"parameter name {key!a} would end its own tag")
-    return key
 
 
 def _split_marks(text: str) -> list[str]:

@@ -20,13 +20,21 @@ from openv41.prompt.tokens import DSML, SEALED, SEALED_DSML, Piece, check_unicod
 
 ARGUMENTS = "arguments"  # name of the one parameter that holds arguments which are no JSON object
 
-# Tags as they stand in sealed text, after the marker; names hold no marker.
-CALLS = " calls>"
+MAX_NAME = 1024  # characters; without a bound a tag that never ends would be read again and again
+
+# Parts of tags as they stand after the marker; a name in quotes follows INVOKE and PARAMETER.
+CALLS, INVOKE_END, PARAMETER_END = " calls>", " invoke>", " parameter>"
+INVOKE, PARAMETER = " invoke name=", " parameter name="
+TEXT_KIND, JSON_KIND = ' string="true">', ' string="false">'
+
+# Tags in sealed text, after the marker; names hold no marker.
 _SEALS = SEALED.pattern[1:-1]
-INVOKE_TAG = re.compile(rf' invoke name="([^"\n{_SEALS}]+)">')
-PARAMETER_TAG = re.compile(rf' parameter name="([^{_SEALS}]*?)" string="(true|false)">')
+_KINDS = f"{TEXT_KIND}|{JSON_KIND}"
+INVOKE_TAG = re.compile(rf'{INVOKE}"([^"\n{_SEALS}]{{1,{MAX_NAME}}})">')
+PARAMETER_TAG = re.compile(rf'{PARAMETER}"([^{_SEALS}]{{0,{MAX_NAME}}}?)"({_KINDS})')
+MAX_TAG = len(f'{PARAMETER}""{JSON_KIND}') + MAX_NAME
 CLOSE_PARAMETER, CLOSE_INVOKE, CLOSE_CALLS = (
-    f"</{SEALED_DSML} {tag}>" for tag in ("parameter", "invoke", "calls")
+    f"</{SEALED_DSML}{end}" for end in (PARAMETER_END, INVOKE_END, CALLS)
 )
 
 
@@ -82,13 +90,21 @@ def to_arguments(parameters: Iterable[Parameter]) -> str:
     return "{" + ", ".join(items) + "}"
 
 
-def check_names(name: str, parameters: Iterable[Parameter]) -> None:
-    """Refuse names that would end their own tag early."""
+def check_names(name: str, keys: Iterable[str]) -> None:
+    """Refuse names of a tool and its arguments that do not fit into their tags."""
     if '"' in name or "\n" in name:
         raise PromptError(f"tool name {name!a} must not hold quotes or line breaks")
-    for key, _, _ in parameters:
-        if re.search('" string="(true|false)">', key):
+    for key in keys:
+        if re.search(f'"({_KINDS})', key):
             raise PromptError(f"argument name {key!a} of {name!a} would end its own tag")
+        if len(key) > MAX_NAME:
+            raise PromptError(f"an argument name of {name!a} {_is_long(key)}")
+    if len(name) > MAX_NAME:
+        raise PromptError(f"tool name {name[:40]!a}... {_is_long(name)}")
+
+
+def _is_long(name: str) -> str:
+    return f"has {len(name)} characters, must have at most {MAX_NAME}"
 
 
 def split_name(full_name: str) -> tuple[str, str]:
@@ -97,17 +113,22 @@ def split_name(full_name: str) -> tuple[str, str]:
     return (namespace, name) if namespace and name else ("", full_name)
 
 
+def join_name(namespace: str, name: str) -> str:
+    """Name with its namespace, if it has one."""
+    return f"{namespace}::{name}" if namespace else name
+
+
 def render_calls(calls: Sequence[tuple[str, Sequence[Parameter]]]) -> Iterator[Piece]:
     """A block of calls, each a full name and its parameters."""
     yield from _tag("<", CALLS + "\n")
     for name, parameters in calls:
-        yield from _tag("<", f' invoke name="{name}">\n')
+        yield from _tag("<", f'{INVOKE}"{name}">\n')
         for number, (key, value, is_text) in enumerate(parameters):
-            kind = "true" if is_text else "false"
+            kind = TEXT_KIND if is_text else JSON_KIND
             lead = "\n<" if number else "<"
-            yield from _tag(lead, f' parameter name="{key}" string="{kind}">{value}')
-            yield from _tag("</", " parameter>")
-        yield from _tag("\n</", " invoke>\n")
+            yield from _tag(lead, f'{PARAMETER}"{key}"{kind}{value}')
+            yield from _tag("</", PARAMETER_END)
+        yield from _tag("\n</", INVOKE_END + "\n")
     yield from _tag("</", CALLS)
 
 
@@ -144,7 +165,7 @@ def _parse_parameters(reader: "_Reader", name: str) -> tuple[Parameter, ...]:
         if any(key == parameter.name for parameter in parameters):
             raise PromptError(f"the call of {name!a} has the parameter {key!a} twice")
         value = unseal(reader.until(CLOSE_PARAMETER))
-        parameters.append(Parameter(key, value, kind == "true"))
+        parameters.append(Parameter(key, value, kind == TEXT_KIND))
     return tuple(parameters)
 
 

@@ -9,6 +9,7 @@ from openv41.prompt.dsml import (
     Parameter,
     check_names,
     dump_json,
+    join_name,
     split_name,
     to_parameters,
 )
@@ -58,7 +59,7 @@ class ToolCall:
         if self.parameters is None:
             parameters = to_parameters(self.arguments, f"arguments of {self.name!a}")
             object.__setattr__(self, "parameters", parameters)
-        check_names(self.full_name, self.parameters or ())
+        check_names(self.full_name, [parameter.name for parameter in self.parameters or ()])
         for parameter in self.parameters or ():
             for text in (parameter.name, parameter.value):
                 check_unicode(text, f"an argument of {self.name!a}")
@@ -66,7 +67,7 @@ class ToolCall:
     @property
     def full_name(self) -> str:
         """Name as it stands in the prompt."""
-        return f"{self.namespace}::{self.name}" if self.namespace else self.name
+        return join_name(self.namespace, self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,9 +247,7 @@ def describe_tool(tool: JsonObject) -> JsonObject:
     """Object that stands for a tool in the prompt: its function, named with its namespace."""
     function = dict(tool["function"])
     inside = function.pop("namespace", None)
-    namespace = tool.get("namespace") or inside
-    if namespace:
-        function["name"] = f"{namespace}::{function['name']}"
+    function["name"] = join_name(tool.get("namespace") or inside or "", function["name"])
     return function
 
 

@@ -4,6 +4,7 @@ Joined, the events of an answer in the format are what the strict parser makes o
 
 - A block of calls inside reasoning ends the reasoning; nothing ever opens it again.
 - Markers that belong to no tag are dropped from reasoning and content, and kept in arguments.
+- A tag whose name is longer than ``MAX_NAME`` is none.
 - Text between the tags of a block, and all text after the block, is dropped.
 - A call that breaks off keeps the arguments that came.
 """
@@ -15,7 +16,16 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from openv41.prompt.dsml import CALLS, CLOSE_PARAMETER, INVOKE_TAG, PARAMETER_TAG, split_name
+from openv41.prompt.dsml import (
+    CALLS,
+    CLOSE_PARAMETER,
+    INVOKE_END,
+    INVOKE_TAG,
+    MAX_TAG,
+    PARAMETER_TAG,
+    TEXT_KIND,
+    split_name,
+)
 from openv41.prompt.messages import Message, ToolCall
 from openv41.prompt.pieces import Section
 from openv41.prompt.tokens import (
@@ -31,7 +41,7 @@ from openv41.prompt.tokens import (
 )
 
 _State = Literal["reasoning", "content", "calls", "value", "after", "ended"]
-_CLOSING: dict[str, _State] = {" invoke>": "calls", CALLS: "after"}
+_CLOSING: dict[str, _State] = {INVOKE_END: "calls", CALLS: "after"}
 _LEAD_END = re.compile(r"(\n\n|\n)?<?\Z")  # all of a blank line and "<", or its beginning
 
 
@@ -198,7 +208,8 @@ class StreamParser:
         elif found[0] == SEALED_DSML:
             closes = self._text.endswith("</", 0, found.start())
             length = yield from self._closing(place) if closes else self._opening(place)
-            if not length and not final and not SEALED.search(self._text, place):
+            is_short = len(self._text) - place < MAX_TAG
+            if not length and not final and is_short and not SEALED.search(self._text, place):
                 return False  # the tag may not be whole yet
         self._text = self._text[place + length :]
         return True
@@ -225,7 +236,7 @@ class StreamParser:
         parameter = PARAMETER_TAG.match(self._text, place) if self._in_call else None
         if parameter is None:
             return 0
-        self._is_text = parameter[2] == "true"
+        self._is_text = parameter[2] == TEXT_KIND
         lead = ", " if self._num_parameters else "{"
         name = json.dumps(parameter[1], ensure_ascii=False)
         yield self._arguments(f"{lead}{name}: " + ('"' if self._is_text else ""))

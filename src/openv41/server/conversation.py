@@ -9,6 +9,7 @@ from openv41.engine.grammar import AnswerConstraint, Grammar
 from openv41.engine.tool_grammar import calls_lark
 from openv41.prompt import Conversation, Prompt, encode, from_request
 from openv41.prompt import Message as Said
+from openv41.prompt.dsml import CALLS
 from openv41.prompt.messages import schema_of
 from openv41.prompt.tokens import DSML, THINK_END
 from openv41.server.backend import ServedModel
@@ -17,7 +18,7 @@ from openv41.server.errors import ApiError
 from openv41.server.pictures import Picture
 from openv41.server.schemas import ChatBody, FilePart, ImagePart, Message, Part
 
-_OPENING = "\n\n<MARK calls>\n"
+_OPENING = f"\n\n<MARK{CALLS}\n"
 _TOOLS = "the calls of the tools"
 
 
@@ -89,7 +90,7 @@ def read_transcript(
     if format_ is not None:
         grammar = model.grammars.json(format_)
         constraint = AnswerConstraint(
-            compiler=model.grammars, reasons=False, content=grammar, calls=None
+            compiler=model.grammars, has_reasoning=False, content=grammar, calls=None
         )
     return render_chat(messages, model), constraint
 
@@ -120,9 +121,9 @@ class _Rules:
         tokenizer = self._model.tokenizer
         return AnswerConstraint(
             compiler=self._model.grammars,
-            reasons=self._section == "reasoning",
+            has_reasoning=self._section == "reasoning",
             content=self._content(is_forced=is_forced),
-            calls=self._calls(" calls>\n") if self._tools else None,
+            calls=self._calls(f"{CALLS}\n") if self._tools else None,
             think_end_id=tokenizer.special_id(THINK_END),
             marker_id=tokenizer.special_id(DSML),
         )
