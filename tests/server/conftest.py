@@ -54,10 +54,10 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(model, *, api_key=None, pictures=None, **limits):
+def running(model, *, api_key=None, images=None, **limits):
     backend = FakeBackend(model)
     service = make_service(
-        backend, model, limits=Limits(**limits), stats=backend.stats, pictures=pictures
+        backend, model, limits=Limits(**limits), stats=backend.stats, images=images
     )
     with served(service, api_key=api_key) as server:
         yield server

@@ -2,7 +2,11 @@
 
 import pytest
 
+from openv41.engine.request import Event, Request
+from openv41.server.chat_format import ChatFormat
 from openv41.server.chat_template import render_chat
+from openv41.server.plans import EncodedPrompt, Plan
+from openv41.server.schemas import ChatBody
 from tests.server.fake import BOS, EOS, MAX_LENGTH
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -30,6 +34,30 @@ def test_messages_cannot_write_special_tokens(model):
     ids = render_chat([("user", spelled)], model)
     assert EOS not in ids
     assert model.tokenizer.decode(ids[1:]) == f"User: {spelled}\n\nAssistant:"
+
+
+class Text(str):
+    """Counts the characters that additions copy."""
+
+    copied = 0
+
+    def __add__(self, other):
+        Text.copied += len(self) + len(other)
+        return Text(str.__add__(self, other))
+
+    def __radd__(self, other):
+        Text.copied += len(self) + len(other)
+        return Text(str.__add__(other, self))
+
+
+def test_a_long_answer_is_joined_once(model):
+    """One addition per token would copy 10^6 characters here."""
+    body = ChatBody(messages=[{"role": "user", "content": "hello"}])
+    request = Request(prompt=(BOS,), max_tokens=1000)
+    plan = Plan(prompts=(EncodedPrompt(tokens=(BOS,)),), n=1, requests=(request,))
+    answer = ChatFormat(body, plan, model).whole([[Event(text=Text("ab"))] * 1000])
+    assert answer.choices[0].message.content == "ab" * 1000
+    assert Text.copied <= 2000
 
 
 def test_an_answer(client, server):

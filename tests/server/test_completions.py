@@ -1,9 +1,16 @@
 """``/v1/completions`` as the official client sees it."""
 
+import asyncio
 import json
+from dataclasses import fields, replace
 
 import pytest
 
+from openv41.server.backend import ServedModel
+from openv41.server.image_loader import ImageLoader
+from openv41.server.limits import Limits
+from openv41.server.plans import make_plan
+from openv41.server.schemas import CompletionBody
 from tests.server.fake import BOS
 
 
@@ -18,6 +25,24 @@ def test_text_comes_back_with_usage(client, server):
     (request,) = server.backend.seen
     assert request.prompt == (BOS, *server.service.model.tokenizer.encode("hello"))
     assert request.max_tokens == 16
+
+
+def test_biases_are_read_once_for_all_choices(model):
+    class Counting(ServedModel):
+        asked = 0
+
+        def is_token(self, token):
+            Counting.asked += 1
+            return super().is_token(token)
+
+    about = {field.name: getattr(model, field.name) for field in fields(model)}
+    body = CompletionBody(prompt="hello", n=100, seed=7, logit_bias={"5": 1.0, "6": -2.0})
+    plan = asyncio.run(make_plan(body, Counting(**about), Limits(), ImageLoader()))
+    assert Counting.asked == 2
+    assert [request.sampling.seed for request in plan.requests] == list(range(7, 107))
+    first, *others = plan.requests
+    assert first.sampling.logit_bias == ((5, 1.0), (6, -2.0))
+    assert {replace(r, sampling=first.sampling) for r in others} == {first}
 
 
 def test_length_ends_an_answer(client):

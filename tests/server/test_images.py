@@ -16,7 +16,7 @@ import pytest
 
 from openv41.errors import ImageError
 from openv41.io.image_processor import ImageLimits, load_image, process_image
-from openv41.server.pictures import Picture, Pictures
+from openv41.server.image_loader import FETCHES, ImageLoader, ImageSource
 from openv41.server.remote import RemoteImages, is_public
 from tests.server.conftest import running
 from tests.server.seeing import VISION, data_url, image_part, png
@@ -130,11 +130,11 @@ def test_decoding_leaves_the_event_loop_alone(monkeypatch):
         time.sleep(0.2)
         return load_image(data, limits, name=name)
 
-    monkeypatch.setattr("openv41.server.pictures.load_image", slow)
+    monkeypatch.setattr("openv41.server.image_loader.load_image", slow)
 
     async def both():
-        picture = Picture("a", data_url(png(1)))
-        task = asyncio.create_task(Pictures().load([picture], VISION))
+        source = ImageSource("a", data_url(png(1)))
+        task = asyncio.create_task(ImageLoader().load([source], VISION))
         turns = 0
         while not task.done():
             await asyncio.sleep(0.01)
@@ -244,8 +244,7 @@ def test_a_remote_image(web, seeing):
     assert web.seen[0] == ("/png/a?b=c", "images.test")
     assert web.seen[-1] == ("/png", "other.test:8443")
     assert net.reached == [(PUBLIC, 443), (PUBLIC, 443), (PUBLIC, 8443)]
-    pictures = Pictures(remote=net.remote())
-    with running(seeing, pictures=pictures) as server:
+    with running(seeing, images=ImageLoader(remote=net.remote())) as server:
         url = {"type": "image_url", "image_url": {"url": "https://images.test/png"}}
         answer = chat(server, url)
         assert answer.status_code == 200, answer.text
@@ -310,6 +309,54 @@ def test_urls_that_bring_nothing(web, url, text):
         fetch(Net(web, {"images.test": [PUBLIC]}), url)
 
 
+class Watched(RemoteImages):
+    """Counts the fetches that run at once; the first one is the last to arrive."""
+
+    running = most = 0
+
+    async def fetch(self, url, max_bytes):
+        Watched.running += 1
+        Watched.most = max(Watched.most, Watched.running)
+        number = int(url.rpartition("/")[2])
+        try:
+            await asyncio.sleep(0.05 if number == 0 else 0.01)
+            if number == 99:
+                raise ImageError("there is none")
+            return png(number, 12 + number, 6)
+        finally:
+            Watched.running -= 1
+
+
+def test_some_images_are_fetched_at_once():
+    loader = ImageLoader(remote=Watched())
+    sources = [ImageSource(f"image {n}", f"https://images.test/{n}") for n in range(2 * FETCHES)]
+    sources[3] = ImageSource("image 3", data_url(png(3)))
+    images = asyncio.run(loader.load(sources, VISION))
+    wanted = [png(n, 12 + (n if n != 3 else 0), 6) for n in range(2 * FETCHES)]
+    hashes = [process_image(load_image(data), VISION).content_hash for data in wanted]
+    assert [image.content_hash for image in images] == hashes
+    assert Watched.most == FETCHES
+    sources[1] = ImageSource("image 1", "https://images.test/99")
+    with pytest.raises(ImageError, match="image 1: there is none"):
+        asyncio.run(loader.load(sources, VISION))
+    assert Watched.running == 0
+
+
+def test_the_certificates_are_read_once(monkeypatch):
+    seen = []
+
+    async def open_connection(address, port, **options):
+        seen.append(options)
+
+    monkeypatch.setattr(asyncio, "open_connection", open_connection)
+    remote = RemoteImages()
+    for host in ("a.test", "b.test"):
+        asyncio.run(remote.connect(PUBLIC, 443, host))
+    assert [options["server_hostname"] for options in seen] == ["a.test", "b.test"]
+    assert seen[0]["ssl"] is seen[1]["ssl"]
+    assert seen[0]["ssl"].verify_mode is ssl.CERT_REQUIRED
+
+
 def test_time_is_limited(web):
     began = time.monotonic()
     with pytest.raises(ImageError, match=r"did not arrive within 0\.3 s"):
@@ -323,12 +370,12 @@ def test_answers_that_break_off(web):
 
 
 def test_the_certificate_must_be_that_of_the_host(web):
-    with pytest.raises(ImageError, match="cannot be fetched: SSLCertVerificationError"):
+    with pytest.raises(ImageError, match="SSLCertVerificationError; check its URL, or"):
         fetch(Net(web, {"wrong.test": [PUBLIC]}), "https://wrong.test/png")
 
 
 def test_limits_of_images_hold_for_remote_ones(web):
-    pictures = Pictures(ImageLimits(max_bytes=100), Net(web, {"images.test": [PUBLIC]}).remote())
-    picture = Picture("image 1", "https://images.test/png")
+    loader = ImageLoader(ImageLimits(max_bytes=100), Net(web, {"images.test": [PUBLIC]}).remote())
+    source = ImageSource("image 1", "https://images.test/png")
     with pytest.raises(ImageError, match="image 1: the image has more than the 100 bytes"):
-        asyncio.run(pictures.load([picture], VISION))
+        asyncio.run(loader.load([source], VISION))

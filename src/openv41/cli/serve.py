@@ -119,7 +119,7 @@ def _serve(
 ) -> None:
     from openv41.server.app import make_service  # noqa: PLC0415 -- an optional extra
     from openv41.server.backend import ServedModel  # noqa: PLC0415
-    from openv41.server.pictures import Pictures  # noqa: PLC0415
+    from openv41.server.image_loader import ImageLoader  # noqa: PLC0415
     from openv41.server.remote import RemoteImages  # noqa: PLC0415
     from openv41.server.run import serve as serve_http  # noqa: PLC0415
 
@@ -128,7 +128,7 @@ def _serve(
         ServedModel.of(engine, name),
         limits=limits,
         stats=engine.stats,
-        pictures=Pictures(remote=RemoteImages() if allow_remote else None),
+        images=ImageLoader(remote=RemoteImages() if allow_remote else None),
     )
     serve_http(
         service,

@@ -23,5 +23,6 @@ from openv41.prompt.stream import ReasoningDelta as ReasoningDelta
 from openv41.prompt.stream import StreamParser as StreamParser
 from openv41.prompt.stream import TextDelta as TextDelta
 from openv41.prompt.stream import collect as collect
+from openv41.prompt.stream import join as join
 from openv41.prompt.tokens import MARKERS as MARKERS
 from openv41.prompt.tokens import Piece as Piece

@@ -14,7 +14,7 @@ import re
 import secrets
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from openv41.prompt.dsml import (
     CALLS,
@@ -284,26 +284,48 @@ class StreamParser:
         return ArgumentsDelta(self._num_calls - 1, text)
 
 
-def collect(events: Iterable[Event]) -> Message:
-    """Message that the events of one answer tell."""
+class ToldCall(NamedTuple):
+    """What events tell of one call; ``start`` is None where it came before them."""
+
+    index: int
+    start: CallStart | None
+    arguments: str
+
+
+class Told(NamedTuple):
+    """What events tell, joined."""
+
+    reasoning: str
+    content: str
+    calls: tuple[ToldCall, ...]
+
+
+def join(events: Iterable[Event]) -> Told:
+    """Join the texts of events."""
     reasoning, content = [], []
-    starts: list[CallStart] = []
-    arguments: list[list[str]] = []
+    starts: dict[int, CallStart] = {}
+    arguments: dict[int, list[str]] = {}
     for event in events:
         if isinstance(event, ReasoningDelta):
             reasoning.append(event.text)
         elif isinstance(event, TextDelta):
             content.append(event.text)
         elif isinstance(event, CallStart):
-            starts.append(event)
-            arguments.append([])
+            starts[event.index], arguments[event.index] = event, []
         elif isinstance(event, ArgumentsDelta):
-            arguments[event.index].append(event.text)
-    calls = [
-        ToolCall(start.name, "".join(texts), id=start.id, namespace=start.namespace)
-        for start, texts in zip(starts, arguments, strict=True)
-    ]
-    return Message("assistant", "".join(content), reasoning="".join(reasoning), tool_calls=calls)
+            arguments.setdefault(event.index, []).append(event.text)
+    calls = (ToldCall(i, starts.get(i), "".join(texts)) for i, texts in arguments.items())
+    return Told("".join(reasoning), "".join(content), tuple(calls))
+
+
+def collect(events: Iterable[Event]) -> Message:
+    """Message that the events of one answer tell."""
+    told = join(events)
+    calls = []
+    for index, start, arguments in told.calls:
+        assert start is not None, f"call {index} has no start"
+        calls.append(ToolCall(start.name, arguments, id=start.id, namespace=start.namespace))
+    return Message("assistant", told.content, reasoning=told.reasoning, tool_calls=calls)
 
 
 def _lead_start(text: str) -> int:

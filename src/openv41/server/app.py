@@ -13,10 +13,10 @@ from openv41.server.answers import ChatCompletion, Completion, ErrorBody, Model,
 from openv41.server.backend import Backend, ServedModel
 from openv41.server.errors import ApiError, as_api_error, error_response, validation_error
 from openv41.server.guard import Guard
+from openv41.server.image_loader import ImageLoader
 from openv41.server.lifecycle import Lifecycle
 from openv41.server.limits import Gate, Limits
 from openv41.server.metrics import MEDIA_TYPE, Metrics
-from openv41.server.pictures import Pictures
 from openv41.server.schemas import FIELDS, ChatBody, CompletionBody
 from openv41.server.streaming import Answering, Service
 
@@ -30,9 +30,9 @@ def make_service(
     *,
     limits: Limits,
     stats: Callable[[], object],
-    pictures: Pictures | None = None,
+    images: ImageLoader | None = None,
 ) -> Service:
-    """Put together what answers need; ``pictures`` None: images from data URLs alone."""
+    """Put together what answers need; ``images`` None: images from data URLs alone."""
     gate = Gate(limits)
     return Service(
         backend=backend,
@@ -41,7 +41,7 @@ def make_service(
         gate=gate,
         lifecycle=Lifecycle(),
         metrics=Metrics(stats, gate),
-        pictures=Pictures() if pictures is None else pictures,
+        images=ImageLoader() if images is None else images,
     )
 
 

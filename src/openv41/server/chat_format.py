@@ -8,8 +8,10 @@ from pydantic import BaseModel
 
 from openv41.engine.prompt_format import AnswerReader
 from openv41.engine.request import Event, FinishReason, TokenLogprob
-from openv41.prompt import ArgumentsDelta, CallStart, ReasoningDelta, TextDelta
-from openv41.prompt import Event as Said
+from openv41.prompt import CallStart, join
+from openv41.prompt import Event as PromptEvent
+from openv41.prompt.dsml import join_name
+from openv41.prompt.stream import ToldCall
 from openv41.server.answers import (
     Alternative,
     CallFunction,
@@ -28,7 +30,7 @@ from openv41.server.answers import (
 )
 from openv41.server.backend import ServedModel
 from openv41.server.formats import Format, finish_of, finite
-from openv41.server.jobs import Job
+from openv41.server.plans import Plan
 from openv41.server.schemas import ChatBody
 
 
@@ -37,19 +39,19 @@ class ChatFormat(Format):
 
     prefix = "chatcmpl"
 
-    def __init__(self, body: ChatBody, job: Job, model: ServedModel) -> None:
-        super().__init__(body, job, model)
+    def __init__(self, body: ChatBody, plan: Plan, model: ServedModel) -> None:
+        super().__init__(body, plan, model)
         self.logprobs = bool(body.logprobs)
         self.most = body.top_logprobs or 0
-        section = job.prompts[0].section
-        self._readers = [AnswerReader(model.tokenizer, section) for _ in job.requests]
-        self._has_calls = [False for _ in job.requests]
+        section = plan.prompts[0].section
+        self._readers = [AnswerReader(model.tokenizer, section) for _ in plan.requests]
+        self._has_calls = [False for _ in plan.requests]
 
     def opening(self, index: int) -> BaseModel | None:
         """Name the role."""
         delta = ChatDelta(role="assistant", content="")
         choice = ChatPiece(index=index, delta=delta, logprobs=None, finish_reason=None)
-        ids = {"prompt_token_ids": list(self.job.prompts[0].tokens)} if self.return_ids else {}
+        ids = {"prompt_token_ids": list(self.plan.prompts[0].tokens)} if self.return_ids else {}
         return self._chunk(choice, ids)
 
     def piece(self, index: int, event: Event) -> BaseModel | None:
@@ -87,14 +89,14 @@ class ChatFormat(Format):
         ]
         extras: dict[str, Any] = {}
         if self.return_ids:
-            extras["prompt_token_ids"] = list(self.job.prompts[0].tokens)
+            extras["prompt_token_ids"] = list(self.plan.prompts[0].tokens)
         if self.with_prompt_logprobs:
             extras["prompt_logprobs"] = self._prompt_logprobs(events[0])
         return ChatCompletion(
             **self._about, object="chat.completion", choices=choices, usage=self.usage(), **extras
         )
 
-    def _read(self, index: int, events: Sequence[Event]) -> list[Said]:
+    def _read(self, index: int, events: Sequence[Event]) -> list[PromptEvent]:
         said = [one for event in events for one in self._readers[index].read(event)]
         self._has_calls[index] |= any(isinstance(one, CallStart) for one in said)
         return said
@@ -132,43 +134,37 @@ class ChatFormat(Format):
         )
 
 
-def _delta(said: Sequence[Said]) -> dict[str, Any]:
+def _delta(events: Sequence[PromptEvent]) -> dict[str, Any]:
     """Fields of a piece: those that something is said of."""
-    fields: dict[str, Any] = {}
-    calls: dict[int, CallPiece] = {}
-    for one in said:
-        if isinstance(one, ReasoningDelta):
-            fields["reasoning_content"] = fields.get("reasoning_content", "") + one.text
-        elif isinstance(one, TextDelta):
-            fields["content"] = fields.get("content", "") + one.text
-        elif isinstance(one, CallStart):
-            function = FunctionPiece(name=_full_name(one), arguments="")
-            calls[one.index] = CallPiece(
-                index=one.index, id=one.id, type="function", function=function
-            )
-        elif isinstance(one, ArgumentsDelta):
-            if one.index not in calls:
-                function = FunctionPiece(arguments="")
-                calls[one.index] = CallPiece(index=one.index, function=function)
-            calls[one.index].function.arguments += one.text
-    return {**fields, "tool_calls": list(calls.values())} if calls else fields
+    told = join(events)
+    fields: dict[str, Any] = {"reasoning_content": told.reasoning, "content": told.content}
+    fields["tool_calls"] = [_call_piece(call) for call in told.calls]
+    return {name: value for name, value in fields.items() if value}
 
 
-def _message(said: Sequence[Said]) -> ChatMessage:
+def _call_piece(call: ToldCall) -> CallPiece:
+    start = call.start
+    if start is None:
+        return CallPiece(index=call.index, function=FunctionPiece(arguments=call.arguments))
+    name = join_name(start.namespace, start.name)
+    function = FunctionPiece(name=name, arguments=call.arguments)
+    return CallPiece(index=call.index, id=start.id, type="function", function=function)
+
+
+def _message(events: Sequence[PromptEvent]) -> ChatMessage:
     """All of an answer; the content is null where there are only calls."""
-    fields = _delta(said)
-    calls = [
-        ToolCall(
-            id=str(call.id),
-            type="function",
-            function=CallFunction(name=str(call.function.name), arguments=call.function.arguments),
-        )
-        for call in fields.pop("tool_calls", [])
-    ]
-    content = fields.pop("content", None if calls else "")
-    extras = {**fields, "tool_calls": calls} if calls else fields
+    told = join(events)
+    extras: dict[str, Any] = {}
+    if told.reasoning:
+        extras["reasoning_content"] = told.reasoning
+    if told.calls:
+        extras["tool_calls"] = [_tool_call(call) for call in told.calls]
+    content = told.content or (None if told.calls else "")
     return ChatMessage(role="assistant", content=content, refusal=None, **extras)
 
 
-def _full_name(call: CallStart) -> str:
-    return f"{call.namespace}::{call.name}" if call.namespace else call.name
+def _tool_call(call: ToldCall) -> ToolCall:
+    assert call.start is not None, f"call {call.index} has no start"
+    name = join_name(call.start.namespace, call.start.name)
+    function = CallFunction(name=name, arguments=call.arguments)
+    return ToolCall(id=call.start.id, type="function", function=function)

@@ -8,14 +8,14 @@ from openv41.engine.constraint import Constraint
 from openv41.engine.grammar import AnswerConstraint, Grammar
 from openv41.engine.tool_grammar import calls_lark
 from openv41.prompt import Conversation, Prompt, encode, from_request
-from openv41.prompt import Message as Said
+from openv41.prompt import Message as PromptMessage
 from openv41.prompt.dsml import CALLS
 from openv41.prompt.messages import schema_of
 from openv41.prompt.tokens import DSML, THINK_END
 from openv41.server.backend import ServedModel
 from openv41.server.chat_template import render_chat
 from openv41.server.errors import ApiError
-from openv41.server.pictures import Picture
+from openv41.server.image_loader import ImageSource
 from openv41.server.schemas import ChatBody, FilePart, ImagePart, Message, Part
 
 _OPENING = f"\n\n<MARK{CALLS}\n"
@@ -27,7 +27,7 @@ class Chat:
     """A chat in the prompt format, its images not read yet."""
 
     prompt: Prompt
-    pictures: tuple[Picture, ...]
+    images: tuple[ImageSource, ...]
     constraint: Constraint | None
 
 
@@ -46,12 +46,12 @@ def read_chat(body: ChatBody, model: ServedModel) -> Chat:
             tool_choice="auto" if is_forced else asked.tool_choice,
         )
     prompt = encode(conversation)
-    pictures = []
+    images = []
     for image in prompt.images:
-        assert isinstance(image.source, Picture), f"no picture: {image.source!a}"
-        pictures.append(image.source)
+        assert isinstance(image.source, ImageSource), f"no source of an image: {image.source!a}"
+        images.append(image.source)
     constraint = _Rules(body, asked, prompt, model).constraint(is_forced=is_forced)
-    return Chat(prompt, tuple(pictures), constraint)
+    return Chat(prompt, tuple(images), constraint)
 
 
 def read_transcript(
@@ -85,10 +85,10 @@ def read_transcript(
             code="invalid_value",
             param=found[0].split("[", maxsplit=1)[0],
         )
-    format_ = _content_schema(body)
+    schema = _content_schema(body)
     constraint = None
-    if format_ is not None:
-        grammar = model.grammars.json(format_)
+    if schema is not None:
+        grammar = model.grammars.json(schema)
         constraint = AnswerConstraint(
             compiler=model.grammars, has_reasoning=False, content=grammar, calls=None
         )
@@ -191,18 +191,18 @@ def _parts(message: Message, place: int) -> list[dict[str, Any]]:
 
 def _part(part: Part, where: str) -> dict[str, Any]:
     if isinstance(part, ImagePart):
-        return {"type": "image", "image": Picture(where, part.image_url.url)}
+        return {"type": "image", "image": ImageSource(where, part.image_url.url)}
     if isinstance(part, FilePart):
         data, name = part.file.file_data, part.file.filename
         url = data if data[:5].lower() == "data:" else f"data:;base64,{data}"
         return {
             "type": "image",
-            "image": Picture(f"{where} ({name!a:.80})" if name else where, url),
+            "image": ImageSource(f"{where} ({name!a:.80})" if name else where, url),
         }
     return {"type": "text", "text": part.text}
 
 
-def _text(message: Said) -> str:
+def _text(message: PromptMessage) -> str:
     """Text of a message as the prompt has it."""
     parts = [message.content] if isinstance(message.content, str) else message.content
     return "\n\n".join(part for part in parts if isinstance(part, str))

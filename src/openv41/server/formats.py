@@ -19,7 +19,7 @@ from openv41.server.answers import (
     Usage,
 )
 from openv41.server.backend import ServedModel
-from openv41.server.jobs import Job
+from openv41.server.plans import Plan
 from openv41.server.schemas import CompletionBody, Sampling
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -30,8 +30,8 @@ class Format(ABC):
 
     prefix: str
 
-    def __init__(self, body: Sampling, job: Job, model: ServedModel) -> None:
-        self.job = job
+    def __init__(self, body: Sampling, plan: Plan, model: ServedModel) -> None:
+        self.plan = plan
         self.model = model
         self.return_ids = bool(body.return_token_ids)
         self.with_usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -50,11 +50,11 @@ class Format(ABC):
         """Keep what the usage counts need."""
         self._written += event.token is not None
         if event.cached_tokens:
-            self._cached[index // self.job.n] = event.cached_tokens
+            self._cached[index // self.plan.n] = event.cached_tokens
 
     def usage(self) -> Usage:
         """Count prompts once each, however many choices they have."""
-        read = sum(len(prompt.tokens) for prompt in self.job.prompts)
+        read = sum(len(prompt.tokens) for prompt in self.plan.prompts)
         return Usage(
             prompt_tokens=read,
             completion_tokens=self._written,
@@ -122,12 +122,12 @@ class CompletionFormat(Format):
 
     prefix = "cmpl"
 
-    def __init__(self, body: CompletionBody, job: Job, model: ServedModel) -> None:
-        super().__init__(body, job, model)
+    def __init__(self, body: CompletionBody, plan: Plan, model: ServedModel) -> None:
+        super().__init__(body, plan, model)
         self.echo = bool(body.echo)
         self.logprobs = body.logprobs
-        self._offsets = [0] * len(job.requests)  # characters sent of each choice
-        self._begun = [False] * len(job.requests)
+        self._offsets = [0] * len(plan.requests)  # characters sent of each choice
+        self._begun = [False] * len(plan.requests)
 
     def opening(self, index: int) -> BaseModel | None:
         """Nothing: a completion has no role."""
@@ -156,7 +156,7 @@ class CompletionFormat(Format):
     def _choice(self, index: int, events: list[Event]) -> CompletionChoice:
         first = not self._begun[index]
         self._begun[index] = True
-        prompt = self.job.prompt_of(index)
+        prompt = self.plan.prompt_of(index)
         extras = self._extras(events)
         if self.return_ids and first:
             extras["prompt_token_ids"] = list(prompt.tokens)
@@ -183,7 +183,7 @@ class CompletionFormat(Format):
 
     def _echo_logprobs(self, logprobs: CompletionLogprobs, event: Event, index: int) -> None:
         """List the prompt's tokens; those that the server added take no room in the text."""
-        prompt = self.job.prompt_of(index)
+        prompt = self.plan.prompt_of(index)
         offset = 0
         pairs = zip(event.prompt_logprobs, event.prompt_top, strict=True)
         for place, (token, (own, top)) in enumerate(zip(prompt.tokens, pairs, strict=True)):

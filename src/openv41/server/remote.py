@@ -9,7 +9,7 @@ import ipaddress
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 import h11
@@ -43,10 +43,14 @@ async def resolve(host: str, port: int) -> list[str]:
     return [str(entry[4][0]) for entry in found]
 
 
-async def connect(address: str, port: int, host: str) -> Streams:
-    """Open a TLS connection to an address; the certificate must be that of the host."""
-    context = ssl.create_default_context()
-    return await asyncio.open_connection(address, port, ssl=context, server_hostname=host)
+def tls_connect() -> Connect:
+    """A way to open TLS connections to addresses; the certificate must be that of the host."""
+    context = ssl.create_default_context()  # reads the system's certificates
+
+    async def connect(address: str, port: int, host: str) -> Streams:
+        return await asyncio.open_connection(address, port, ssl=context, server_hostname=host)
+
+    return connect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +60,7 @@ class RemoteImages:
     seconds: float = 10.0
     max_redirects: int = 3
     resolve: Resolve = resolve
-    connect: Connect = connect
+    connect: Connect = field(default_factory=tls_connect)
 
     async def fetch(self, url: str, max_bytes: int) -> bytes:
         """Bytes at a URL; raises ImageError with the reason."""
@@ -70,7 +74,10 @@ class RemoteImages:
         except TimeoutError:
             raise ImageError(f"the image did not arrive within {self.seconds:g} s") from None
         except (OSError, ValueError) as error:
-            raise ImageError(f"the image cannot be fetched: {type(error).__name__}") from error
+            raise ImageError(
+                f"the image cannot be fetched: {type(error).__name__}; check its URL, or send the "
+                "image as a data URL"
+            ) from error
         raise ImageError(f"more than {self.max_redirects} redirects lead to the image")
 
     async def _get(self, url: SplitResult, max_bytes: int) -> bytes | str:

@@ -55,7 +55,7 @@ def _kind_of_text(value: object) -> str | None:
     return "list" if isinstance(value, list) else None
 
 
-Prompt = Annotated[
+PromptField = Annotated[
     Annotated[Text, Tag("text")]
     | Annotated[Annotated[list[Text], Field(min_length=1)], Tag("texts")]
     | Annotated[TokenIds, Tag("tokens")]
@@ -184,7 +184,7 @@ class Sampling(Body):
 class CompletionBody(Sampling):
     """Body of ``/v1/completions``."""
 
-    prompt: Prompt
+    prompt: PromptField
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None

@@ -22,11 +22,11 @@ from openv41.server.errors import (
     internal_error,
 )
 from openv41.server.formats import CompletionFormat, Format
-from openv41.server.jobs import Job, check_body, num_choices, plan_job
+from openv41.server.image_loader import ImageLoader
 from openv41.server.lifecycle import Lifecycle
 from openv41.server.limits import Gate, Limits
 from openv41.server.metrics import Metrics
-from openv41.server.pictures import Pictures
+from openv41.server.plans import Plan, check_body, make_plan, num_choices
 from openv41.server.schemas import ChatBody, CompletionBody, Sampling
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Service:
     gate: Gate
     lifecycle: Lifecycle
     metrics: Metrics
-    pictures: Pictures
+    images: ImageLoader
 
 
 class Answering(Response):
@@ -105,10 +105,10 @@ class Answering(Response):
         service, body = self._service, self._asked
         check_body(body, service.model, service.limits)
         with service.gate.admit(num_choices(body)):
-            job = await plan_job(body, service.model, service.limits, service.pictures)
-            form = _format_of(body, job, service.model)
-            events: list[list[Event]] = [[] for _ in job.requests]
-            async with aclosing(self._events(job.requests)) as found:
+            plan = await make_plan(body, service.model, service.limits, service.images)
+            form = _format_of(body, plan, service.model)
+            events: list[list[Event]] = [[] for _ in plan.requests]
+            async with aclosing(self._events(plan.requests)) as found:
                 async for index, event in found:
                     form.count(index, event)
                     if body.stream:
@@ -211,11 +211,11 @@ class _Line:
         await self._send({"type": "http.response.body", "body": data, "more_body": not last})
 
 
-def _format_of(body: Sampling, job: Job, model: ServedModel) -> Format:
+def _format_of(body: Sampling, plan: Plan, model: ServedModel) -> Format:
     if isinstance(body, CompletionBody):
-        return CompletionFormat(body, job, model)
+        return CompletionFormat(body, plan, model)
     assert isinstance(body, ChatBody), f"no format for {type(body).__name__}"
-    return ChatFormat(body, job, model)
+    return ChatFormat(body, plan, model)
 
 
 async def _closable(service: Service, request: Request) -> AsyncGenerator[Event, None]:

@@ -1,9 +1,9 @@
-"""From the body of a request to what the engine is asked."""
+"""From the body of a request to the plan of what the engine is asked."""
 
 import asyncio
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from openv41.engine.constraint import Constraint
 from openv41.engine.request import Request
@@ -14,8 +14,8 @@ from openv41.prompt import Section
 from openv41.server.backend import ServedModel
 from openv41.server.conversation import read_chat, read_transcript
 from openv41.server.errors import ApiError
+from openv41.server.image_loader import ImageLoader
 from openv41.server.limits import Limits
-from openv41.server.pictures import Pictures
 from openv41.server.schemas import ChatBody, CompletionBody, Sampling
 
 DEFAULT_TOKENS = 16  # of a completion, as in OpenAI's API; a chat goes on until it ends
@@ -23,7 +23,7 @@ SEEDS = 1 << 63
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompt:
+class EncodedPrompt:
     """A prompt as the engine reads it; ``text`` is what ``echo`` repeats."""
 
     tokens: tuple[int, ...]
@@ -35,15 +35,15 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Plan:
     """One HTTP request: each prompt ``n`` times, in the order of the choices."""
 
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[EncodedPrompt, ...]
     n: int
     requests: tuple[Request, ...]
 
-    def prompt_of(self, index: int) -> Prompt:
-        """Prompt of a choice."""
+    def prompt_of(self, index: int) -> EncodedPrompt:
+        """EncodedPrompt of a choice."""
         return self.prompts[index // self.n]
 
 
@@ -71,25 +71,37 @@ def check_body(body: Sampling, model: ServedModel, limits: Limits) -> None:
         )
 
 
-async def plan_job(body: Sampling, model: ServedModel, limits: Limits, pictures: Pictures) -> Job:
+async def make_plan(
+    body: Sampling, model: ServedModel, limits: Limits, loader: ImageLoader
+) -> Plan:
     """Tokenize the prompts beside the event loop and set up one request per choice."""
     if isinstance(body, CompletionBody):
         prompts = await asyncio.to_thread(_completion_prompts, body, model)
     else:
         assert isinstance(body, ChatBody), f"no plan for {type(body).__name__}"
-        prompts = (await _chat_prompt(body, model, limits, pictures),)
-    requests = []
+        prompts = (await _chat_prompt(body, model, limits, loader),)
+    requests = await asyncio.to_thread(_requests, body, prompts, model, limits)
+    return Plan(prompts=prompts, n=body.num_choices, requests=requests)
+
+
+def _requests(
+    body: Sampling, prompts: Sequence[EncodedPrompt], model: ServedModel, limits: Limits
+) -> tuple[Request, ...]:
+    """Requests of all choices; those of one prompt differ in their seeds alone."""
+    sampling, requests = _sampling(body, model), []
     for prompt in prompts:
+        _check_length(body, len(prompt.tokens), model, limits)
         count = _max_tokens(body, len(prompt.tokens), model, limits)
+        request = _request(body, prompt, count, sampling, model)
         seed = secrets.randbelow(SEEDS) if body.seed is None else body.seed
         requests += [
-            _request(body, prompt, count, (seed + i) % SEEDS, model)
+            replace(request, sampling=replace(sampling, seed=(seed + i) % SEEDS))
             for i in range(body.num_choices)
         ]
-    return Job(prompts=prompts, n=body.num_choices, requests=tuple(requests))
+    return tuple(requests)
 
 
-def _completion_prompts(body: CompletionBody, model: ServedModel) -> tuple[Prompt, ...]:
+def _completion_prompts(body: CompletionBody, model: ServedModel) -> tuple[EncodedPrompt, ...]:
     start = () if body.add_special_tokens is False else (model.bos_id,)
     texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
     encoded = iter(model.tokenizer.encode_batch(texts))
@@ -97,17 +109,17 @@ def _completion_prompts(body: CompletionBody, model: ServedModel) -> tuple[Promp
     for prompt in body.prompts:
         if isinstance(prompt, str):
             tokens = (*start, *next(encoded))
-            prompts.append(Prompt(tokens=tokens, text=prompt, num_added=len(start)))
+            prompts.append(EncodedPrompt(tokens=tokens, text=prompt, num_added=len(start)))
         else:
             _check_tokens(prompt, model, "prompt")
             text = model.tokenizer.decode(prompt) if body.echo else ""
-            prompts.append(Prompt(tokens=prompt, text=text))
+            prompts.append(EncodedPrompt(tokens=prompt, text=text))
     return tuple(prompts)
 
 
 async def _chat_prompt(
-    body: ChatBody, model: ServedModel, limits: Limits, pictures: Pictures
-) -> Prompt:
+    body: ChatBody, model: ServedModel, limits: Limits, loader: ImageLoader
+) -> EncodedPrompt:
     if body.add_special_tokens:  # the template has written BOS already
         raise ApiError(
             400,
@@ -117,21 +129,21 @@ async def _chat_prompt(
         )
     if not model.has_format:
         tokens, constraint = await asyncio.to_thread(read_transcript, body, model)
-        return Prompt(tokens=tokens, constraint=constraint)
+        return EncodedPrompt(tokens=tokens, constraint=constraint)
     chat = await asyncio.to_thread(read_chat, body, model)
     images: tuple[ProcessedImage, ...] = ()
-    if chat.pictures:
+    if chat.images:
         if model.vision is None:
-            text = f"{chat.pictures[0].name}: this model sees no images"
+            text = f"{chat.images[0].name}: this model sees no images"
             raise ApiError(400, text, code="invalid_value", param="messages")
-        if (count := len(chat.pictures)) > limits.max_images:
+        if (count := len(chat.images)) > limits.max_images:
             text = f"the chat has {count} images, must be at most {limits.max_images}"
             raise ApiError(400, text, code="too_many_images", param="messages")
-        images = await pictures.load(chat.pictures, model.vision)
+        images = await loader.load(chat.images, model.vision)
     tokens = await asyncio.to_thread(
         prompt_ids, chat.prompt, model.tokenizer, images, image_token_id=model.image_token_id
     )
-    return Prompt(
+    return EncodedPrompt(
         tokens=tokens,
         images=images,
         section=chat.prompt.section or "content",
@@ -146,17 +158,19 @@ def _check_tokens(tokens: Sequence[int], model: ServedModel, param: str) -> None
         raise ApiError(400, text, code="invalid_value", param=param)
 
 
-def _max_tokens(body: Sampling, length: int, model: ServedModel, limits: Limits) -> int:
-    """Tokens to add: what was asked for where it fits, else a refusal; by default what fits."""
+def _check_length(body: Sampling, length: int, model: ServedModel, limits: Limits) -> None:
+    """Refuse an empty prompt, and one that is too long or leaves no room for an answer."""
     if not length:
         text = "the prompt holds no token; give a text, or leave add_special_tokens on"
         raise ApiError(400, text, code="invalid_value", param="prompt")
-    most = limits.max_prompt_tokens or model.max_length
-    param = "messages" if isinstance(body, ChatBody) else "prompt"
-    if length > min(most, model.max_length - 1):
-        most = min(most, model.max_length - 1)
+    most = min(limits.max_prompt_tokens or model.max_length, model.max_length - 1)
+    if length > most:
         text = f"the prompt has {length} tokens, must be at most {most}"
-        raise ApiError(400, text, code="context_length_exceeded", param=param)
+        raise ApiError(400, text, code="context_length_exceeded", param=_prompt_field(body))
+
+
+def _max_tokens(body: Sampling, length: int, model: ServedModel, limits: Limits) -> int:
+    """Tokens to add: what was asked for where it fits, else a refusal; by default what fits."""
     room = model.max_length - length
     asked = body.max_tokens
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
@@ -173,12 +187,20 @@ def _max_tokens(body: Sampling, length: int, model: ServedModel, limits: Limits)
             f"the prompt has {length} tokens and max_tokens is {asked}; together at most "
             f"{model.max_length} fit"
         )
-        raise ApiError(400, text, code="context_length_exceeded", param=param)
+        raise ApiError(400, text, code="context_length_exceeded", param=_prompt_field(body))
     return asked
 
 
+def _prompt_field(body: Sampling) -> str:
+    return "messages" if isinstance(body, ChatBody) else "prompt"
+
+
 def _request(
-    body: Sampling, prompt: Prompt, max_tokens: int, seed: int, model: ServedModel
+    body: Sampling,
+    prompt: EncodedPrompt,
+    max_tokens: int,
+    sampling: SamplingConfig,
+    model: ServedModel,
 ) -> Request:
     stop_ids = tuple(body.stop_token_ids or ())
     _check_tokens(stop_ids, model, "stop_token_ids")
@@ -195,7 +217,7 @@ def _request(
         max_tokens=max_tokens,
         images=prompt.images,
         constraint=prompt.constraint,
-        sampling=_sampling(body, seed, model),
+        sampling=sampling,
         stop=body.stops,
         stop_ids=stop_ids,
         ignore_eos=bool(body.ignore_eos),
@@ -204,7 +226,7 @@ def _request(
     )
 
 
-def _sampling(body: Sampling, seed: int, model: ServedModel) -> SamplingConfig:
+def _sampling(body: Sampling, model: ServedModel) -> SamplingConfig:
     given = {
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -214,7 +236,6 @@ def _sampling(body: Sampling, seed: int, model: ServedModel) -> SamplingConfig:
         "repetition_penalty": body.repetition_penalty,
     }
     return SamplingConfig(
-        seed=seed,
         top_k=body.top_k if body.top_k and body.top_k > 0 else None,  # 0 and -1: all, as in vLLM
         logit_bias=_bias(body.logit_bias or {}, model),
         **{name: value for name, value in given.items() if value is not None},
