@@ -18,7 +18,9 @@ from openv41.errors import DataError
 from openv41.io.atomic import write_atomic
 
 FONT = Path("/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf")
-FONT_SIZE, SIZE, WIDEST = 109, (136, 128), 140
+FONT_SIZE = 109  # the font is bitmaps of this one size
+SIZE = (136, 128)  # of each bitmap
+WIDEST = 140  # a sequence that the font has no bitmap for is drawn as several, side by side
 HELDOUT_EVERY = 20
 QUESTIONS = {"en": "What is this?", "zh": "\u8fd9\u662f\u4ec0\u4e48\uff1f"}
 

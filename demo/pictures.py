@@ -15,6 +15,7 @@ from openv41.io.atomic import write_atomic
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 WORDS = ("king", "queen", "sword", "crown", "love", "night", "blood", "heaven", "fool", "ghost")
 DIGIT_QUESTION, WORD_QUESTION = "What digit is this?", "What word is this?"
+GREY_STEP = 255 / 16  # the set's greys are 0 to 16
 WORD_SIZE, FONT_SIZE = (84, 42), 20
 
 
@@ -49,7 +50,7 @@ def make_pictures(folder: Path) -> dict[str, list[Picture]]:
     for number, (pixels, digit) in enumerate(zip(digits.images, digits.target, strict=True)):
         part = "train" if number < last else "heldout"
         file = folder / part / f"digit-{number:04}.png"
-        Image.fromarray((pixels * 15.9375).astype("uint8")).save(file)
+        Image.fromarray((pixels * GREY_STEP).astype("uint8")).save(file)
         parts[part].append(Picture(file, DIGIT_QUESTION, DIGITS[digit]))
     for number, (image, word) in enumerate(draw_words(settings.WORD_PICTURES)):
         part = "train" if number < settings.WORD_PICTURES - settings.HELDOUT_WORDS else "heldout"

@@ -42,4 +42,11 @@ class OverloadedError(OpenV41Error, RuntimeError):
 
 
 class PromptError(OpenV41Error, ValueError):
-    """A conversation that cannot be encoded, or an answer that is not in the prompt format."""
+    """A conversation that cannot be encoded, or an answer that is not in the prompt format.
+
+    ``param`` is the field of a request that it is about, where one alone is.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param

@@ -58,50 +58,51 @@ class ImageGrid:
 
 
 def grid_of(width: int, height: int, vision: VisionConfig) -> ImageGrid:
-    """Patch grid of an image of this many pixels, once it is resized."""
-    best_width, best_height = padded_size(width, height, vision)
-    patch = vision.patch_size
-    return ImageGrid(best_height // patch, best_width // patch, vision.downsample_ratio)
-
-
-def padded_size(width: int, height: int, vision: VisionConfig) -> tuple[int, int]:
-    """Width and height, multiples of the patch, that an image is fitted into.
+    """Patch grid that an image of this many pixels is fitted into.
 
     Small images grow to ``min_pixels``; large ones shrink until their span, newlines included, has
     at most ``max_image_tokens`` tokens.
     """
     assert min(width, height) > 0, f"an image of {width} x {height} pixels"
-    patch, ratio = vision.patch_size, vision.max_wh_ratio
+    patch = vision.patch_size
     w: float = width
     h: float = height
-    if ratio is not None and w > h * ratio:
-        w = h * ratio
+    if vision.max_wh_ratio is not None and is_squeezed(width, height, vision):
+        w = h * vision.max_wh_ratio
     if 0 < w * h < vision.min_pixels:
         scale = math.sqrt(vision.min_pixels / (w * h))
         w, h = int(w * scale), int(h * scale)
-    best_width = math.ceil(w / patch) * patch
-    best_height = math.ceil(h / patch) * patch
-    grid = ImageGrid(best_height // patch, best_width // patch, vision.downsample_ratio)
+    grid = ImageGrid(math.ceil(h / patch), math.ceil(w / patch), vision.downsample_ratio)
     if grid.span_length > vision.max_image_tokens:
-        best_width, best_height = _shrunk(float(w), float(h), vision)
-        grid = ImageGrid(best_height // patch, best_width // patch, vision.downsample_ratio)
+        grid = _shrunk(float(w), float(h), vision)
     assert min(grid.rows, grid.cols) > 0, f"{width} x {height} pixels give {grid}"
     assert grid.span_length <= vision.max_image_tokens, f"{width} x {height} pixels give {grid}"
-    return best_width, best_height
+    return grid
 
 
-def _shrunk(w: float, h: float, vision: VisionConfig) -> tuple[int, int]:
-    """The largest size of this aspect whose span keeps to the budget."""
-    patch, most = vision.patch_size, vision.max_image_tokens - DELIMITERS
-    cell = patch * vision.downsample_ratio
+def padded_size(width: int, height: int, vision: VisionConfig) -> tuple[int, int]:
+    """Width and height in pixels of an image's grid."""
+    grid = grid_of(width, height, vision)
+    return grid.cols * vision.patch_size, grid.rows * vision.patch_size
+
+
+def is_squeezed(width: int, height: int, vision: VisionConfig) -> bool:
+    """Whether an image is so wide that its aspect is not kept."""
+    return vision.max_wh_ratio is not None and width > height * vision.max_wh_ratio
+
+
+def _shrunk(w: float, h: float, vision: VisionConfig) -> ImageGrid:
+    """The largest grid of this aspect whose span keeps to the budget."""
+    patch, ratio, most = vision.patch_size, vision.downsample_ratio, vision.max_image_tokens
+    most -= DELIMITERS
     aspect = h / w
-    cols = math.sqrt(most / aspect + 0.25) - 0.5
+    cols = math.sqrt(most / aspect + 0.25) - 0.5  # of cells, as are the rows
     rows = cols * aspect
     if cols < 1:
-        return cell, most // 2 * cell
+        return ImageGrid(most // 2 * ratio, ratio, ratio)
     if rows < 1:
-        return (most - 1) * cell, cell
+        return ImageGrid(ratio, (most - 1) * ratio, ratio)
+    cell = patch * ratio
     scale = min(math.floor(cols) * cell / w, math.floor(rows) * cell / h)
-    fitted = (math.floor(side * scale / patch) * patch for side in (w, h))
-    best_width, best_height = (max(patch, side) for side in fitted)  # 0 only without merging
-    return best_width, best_height
+    fitted = [math.floor(side * scale / patch) for side in (h, w)]
+    return ImageGrid(max(1, fitted[0]), max(1, fitted[1]), ratio)  # 0 only without merging

@@ -25,6 +25,8 @@ def make_model(folder):
         max_length=MAX_LENGTH,
         created=1,
         num_tokens=tokenizer.vocab_size,
+        vision=None,
+        image_token_id=tokenizer.vocab_size,
     )
 
 

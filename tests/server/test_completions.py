@@ -35,7 +35,7 @@ def test_biases_are_read_once_for_all_choices(model):
             Counting.asked += 1
             return super().is_token(token)
 
-    about = {field.name: getattr(model, field.name) for field in fields(model)}
+    about = {field.name: getattr(model, field.name) for field in fields(model) if field.init}
     body = CompletionBody(prompt="hello", n=100, seed=7, logit_bias={"5": 1.0, "6": -2.0})
     plan = asyncio.run(make_plan(body, Counting(**about), Limits(), ImageLoader()))
     assert Counting.asked == 2

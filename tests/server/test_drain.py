@@ -112,7 +112,7 @@ def test_a_second_signal_does_not_wait(start):
     reader = Streaming(server.url, prompt="!hang")
     reader.begin()
     stop(server)
-    server.wait_for(lambda: server.service.lifecycle.draining)
+    server.wait_for(lambda: server.service.lifecycle.is_draining)
     stop(server)
     server.wait_for(lambda: not reader.is_alive())
     assert "incomplete" in str(reader.broken)

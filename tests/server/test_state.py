@@ -61,6 +61,53 @@ def test_figures_of_requests(server):
     assert after["openv41_http_waiting",] == 0
 
 
+def counts(server):
+    prefix = "openv41_http_requests_total"
+    return {key[1:]: value for key, value in figures(server).items() if key[0] == prefix}
+
+
+def test_every_end_is_counted(start):
+    server = start(max_body_bytes=1000)
+    for body in ({"prompt": "a"}, {"prompt": "a", "max_tokens": 0}, {"prompt": "a", "top_p": 2}):
+        server.post("/v1/completions", json=body)
+    server.post("/v1/completions", json={"prompt": "!error", "stream": True})
+    server.post("/v1/completions", json={"prompt": "a" * 1500})
+    server.post("/v1/chat/completions", content="{")
+    server.get("/v1/models/none")
+    server.get("/v1/made/up")
+    assert counts(server) == {
+        ("/v1/completions", "200"): 1,
+        ("/v1/completions", "400"): 2,
+        ("/v1/completions", "500"): 1,  # it had begun with a 200
+        ("/v1/completions", "413"): 1,
+        ("/v1/chat/completions", "400"): 1,
+        ("/v1/models", "404"): 1,
+        ("other", "404"): 1,
+    }
+
+
+def test_refusals_of_the_guard_are_counted(start):
+    server = start(api_key="secret")
+    server.get("/v1/models")
+    server.get("/v1/models", headers={"authorization": "Bearer secret"})
+    server.service.lifecycle.is_draining = True
+    server.post("/v1/completions", json={"prompt": "a"})
+    assert counts(server) == {
+        ("/v1/models", "401"): 1,
+        ("/v1/models", "200"): 1,
+        ("/v1/completions", "503"): 1,
+    }
+
+
+def test_clients_that_leave_are_counted(start):
+    server = start()
+    with server.openai() as client:
+        stream = client.completions.create(model="echo", prompt="!hang", stream=True)
+        next(iter(stream))
+        stream.close()
+    server.wait_for(lambda: counts(server) == {("/v1/completions", "left"): 1})
+
+
 def test_the_schema_names_every_route(server):
     schema = server.get("/openapi.json").json()
     assert set(schema["paths"]) == {

@@ -17,7 +17,7 @@ COLOURS = {
     SpanToken.NEWLINE: "#e07b00",
     SpanToken.END: "#30363d",
 }
-MOST_LABELS = 260  # cells beyond this carry no number
+MAX_LABELS = 260  # cells beyond this carry no number
 
 
 def draw_inspection(found: Inspection, title: str, out: Path) -> None:
@@ -60,7 +60,7 @@ def _draw_tokens(axes: "Axes", found: Inspection) -> None:
     from matplotlib.patches import Patch, Rectangle  # noqa: PLC0415 -- an optional extra
 
     grid, width = found.grid, found.grid.cell_cols + 1
-    shows_numbers = grid.span_length <= MOST_LABELS
+    shows_numbers = grid.span_length <= MAX_LABELS
     for index, kind in enumerate(grid.layout()):
         place = (0, -1)
         if kind is SpanToken.END:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from openv41.config import VisionConfig
 from openv41.errors import ConfigError, ImageError
-from openv41.image_grid import ImageGrid, padded_size
+from openv41.image_grid import ImageGrid, grid_of, is_squeezed
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -110,19 +110,18 @@ def load_image(
 
 
 def process_image(image: "Image.Image", vision: VisionConfig) -> ProcessedImage:
-    """Fit an RGB image into the size that its grid has, on grey, and cut it into patches."""
+    """Fit an RGB image into the size that its grid has, on grey, and cut it into patches.
+
+    Inner size and corner are those of Pillow's ``ImageOps.pad``, rounded half to even.
+    """
     from PIL import Image  # noqa: PLC0415 -- an optional extra
 
-    size = padded_size(*image.size, vision)
-    is_squeezed = (
-        vision.max_wh_ratio is not None and image.width > image.height * vision.max_wh_ratio
-    )
-    inner = size if is_squeezed else _inner_size(image.size, size)
+    grid, side = grid_of(*image.size, vision), vision.patch_size
+    size = (grid.cols * side, grid.rows * side)
+    inner = size if is_squeezed(*image.size, vision) else _inner_size(image.size, size)
     fitted = Image.new("RGB", size, GREY)
     corner = (round((size[0] - inner[0]) * 0.5), round((size[1] - inner[1]) * 0.5))
     fitted.paste(image.resize(inner, Image.Resampling.BICUBIC), corner)
-    side = vision.patch_size
-    grid = ImageGrid(size[1] // side, size[0] // side, vision.downsample_ratio)
     flat = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
     pixels = flat.view(grid.rows, side, grid.cols, side, 3).permute(0, 2, 4, 1, 3)
     return ProcessedImage(pixels.reshape(-1, 3, side, side).contiguous(), grid)

@@ -164,12 +164,14 @@ class Conversation:
             raise PromptError("the conversation has no messages, it needs at least one")
         for place, message in enumerate(self.messages[:-1]):
             if message.prefix:
-                raise PromptError(f"messages[{place}] is a prefix, only the last message may be")
+                text = f"messages[{place}] is a prefix, only the last message may be"
+                raise PromptError(text, param="messages")
             following = self.messages[place + 1].role
             if message.task and following not in ("assistant", "latest_reminder"):
                 raise PromptError(
                     f"messages[{place}] has task {message.task!a} and a {following} message after "
-                    "it; an assistant's message must follow, or none"
+                    "it; an assistant's message must follow, or none",
+                    param="messages",
                 )
         for tool in self.tools:
             check_tool(tool)

@@ -64,7 +64,7 @@ def _placed(place: int, entry: object) -> Message:
             raise PromptError(f"is {entry!a}, must be an object")
         return _message(entry)
     except PromptError as error:
-        raise PromptError(f"messages[{place}]: {error}") from None
+        raise PromptError(f"messages[{place}]: {error}", param="messages") from None
 
 
 def _message(entry: Mapping[str, Any]) -> Message:

@@ -14,7 +14,7 @@ import re
 import secrets
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from openv41.prompt.dsml import (
     CALLS,
@@ -284,7 +284,8 @@ class StreamParser:
         return ArgumentsDelta(self._num_calls - 1, text)
 
 
-class ToldCall(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ToldCall:
     """What events tell of one call; ``start`` is None where it came before them."""
 
     index: int
@@ -292,7 +293,8 @@ class ToldCall(NamedTuple):
     arguments: str
 
 
-class Told(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Told:
     """What events tell, joined."""
 
     reasoning: str
@@ -322,9 +324,10 @@ def collect(events: Iterable[Event]) -> Message:
     """Message that the events of one answer tell."""
     told = join(events)
     calls = []
-    for index, start, arguments in told.calls:
-        assert start is not None, f"call {index} has no start"
-        calls.append(ToolCall(start.name, arguments, id=start.id, namespace=start.namespace))
+    for call in told.calls:
+        start = call.start
+        assert start is not None, f"call {call.index} has no start"
+        calls.append(ToolCall(start.name, call.arguments, id=start.id, namespace=start.namespace))
     return Message("assistant", told.content, reasoning=told.reasoning, tool_calls=calls)
 
 

@@ -63,7 +63,13 @@ def make_app(service: Service, *, api_key: str | None = None) -> FastAPI:
         docs_url=None,  # these pages load scripts from elsewhere
         redoc_url=None,
     )
-    app.add_middleware(Guard, limits=service.limits, lifecycle=service.lifecycle, api_key=api_key)
+    app.add_middleware(
+        Guard,
+        limits=service.limits,
+        lifecycle=service.lifecycle,
+        metrics=service.metrics,
+        api_key=api_key,
+    )
     app.add_exception_handler(RequestValidationError, _refuse_body)
     app.add_exception_handler(HTTPException, _refuse_route)
     app.add_exception_handler(ApiError, _fail)
@@ -111,7 +117,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/health", responses={503: ERRORS[503]})
     async def health() -> dict[str, str]:
         """Say whether new requests are taken."""
-        if service.lifecycle.draining:
+        if service.lifecycle.is_draining:
             raise ApiError(503, "the server is stopping; try another one", code="draining")
         return {"status": "ok"}
 

@@ -4,7 +4,7 @@ import functools
 import logging
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from openv41.config import VisionConfig
@@ -42,8 +42,14 @@ class ServedModel:
     max_length: int  # tokens of prompt and answer together
     created: int  # seconds since 1970
     num_tokens: int  # ids that can be drawn
-    vision: VisionConfig | None = None
-    image_token_id: int = -1
+    vision: VisionConfig | None
+    image_token_id: int
+    grammars: GrammarCompiler = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Make the compiler of constraints here: several threads use it."""
+        compiler = GrammarCompiler(self.tokenizer, self.num_tokens, self.eos_id)
+        object.__setattr__(self, "grammars", compiler)
 
     @classmethod
     def of(cls, engine: Engine, name: str) -> "ServedModel":
@@ -72,11 +78,6 @@ class ServedModel:
                 ", ".join(f"{text!a}" for text in missing),
             )
         return not missing
-
-    @functools.cached_property
-    def grammars(self) -> GrammarCompiler:
-        """What compiles the constraints of answers."""
-        return GrammarCompiler(self.tokenizer, self.num_tokens, self.eos_id)
 
     def token_bytes(self, token: int) -> bytes:
         """Bytes of a token; none for an id that the vocabulary leaves out."""

@@ -79,7 +79,7 @@ def _refusal(error: ConfigError | ImageError | InputError | PromptError) -> ApiE
         return ApiError(400, "; ".join(error.problems), code="invalid_value")
     if isinstance(error, ImageError):
         return ApiError(400, str(error), code="invalid_image", param="messages")
-    param = "messages" if str(error).startswith("messages[") else None
+    param = error.param if isinstance(error, PromptError) else None
     return ApiError(400, str(error), code="invalid_value", param=param)
 
 

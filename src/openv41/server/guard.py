@@ -1,7 +1,11 @@
-"""What a request meets before anything is parsed: drain, key, size and time of its body."""
+"""What a request meets before anything is parsed: drain, key, size and time of its body.
+
+It sees the end of every request, and so counts them.
+"""
 
 import asyncio
 import hmac
+import time
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -9,19 +13,28 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from openv41.server.errors import ApiError, error_response
 from openv41.server.lifecycle import Lifecycle
 from openv41.server.limits import Limits
+from openv41.server.metrics import OUTCOME, Metrics
 
 GUARDED = "/v1"
+ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/models")
 
 
 class Guard:
     """ASGI middleware: reads the whole body within its limits, then lets the request in."""
 
     def __init__(
-        self, app: ASGIApp, *, limits: Limits, lifecycle: Lifecycle, api_key: str | None
+        self,
+        app: ASGIApp,
+        *,
+        limits: Limits,
+        lifecycle: Lifecycle,
+        metrics: Metrics,
+        api_key: str | None,
     ) -> None:
         self._app = app
         self._limits = limits
         self._lifecycle = lifecycle
+        self._metrics = metrics
         self._authorization = None if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -29,6 +42,17 @@ class Guard:
         if scope["type"] != "http" or not scope["path"].startswith(GUARDED):
             await self._app(scope, receive, send)
             return
+        since, sent = time.monotonic(), _Sent(send)
+        try:
+            await self._pass(scope, receive, sent)
+        except Exception:
+            sent.status = "500"
+            raise
+        finally:
+            outcome = scope.get(OUTCOME, sent.status)
+            self._metrics.count(_endpoint(scope["path"]), outcome, time.monotonic() - since)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._admit(Headers(scope=scope))
             with self._lifecycle.work():
@@ -39,7 +63,7 @@ class Guard:
             await error_response(error, {"Connection": "close"})(scope, receive, send)
 
     def _admit(self, headers: Headers) -> None:
-        if self._lifecycle.draining:
+        if self._lifecycle.is_draining:
             raise ApiError(503, "the server is stopping; try another one", code="draining")
         if self._authorization is not None:
             given = headers.get("authorization", "").encode("latin-1")
@@ -50,7 +74,8 @@ class Guard:
                     code="invalid_api_key",
                 )
         announced = headers.get("content-length", "0")
-        if announced.isdecimal() and int(announced[:18]) > 2 * self._limits.max_body_bytes:
+        digits = announced[:18]  # the rest of a longer number does not matter: it is too large
+        if announced.isdecimal() and int(digits) > 2 * self._limits.max_body_bytes:
             raise self._too_large()
 
     async def _read(self, receive: Receive) -> bytes | None:
@@ -79,6 +104,24 @@ class Guard:
     def _too_large(self) -> ApiError:
         text = f"the body is larger than {self._limits.max_body_bytes} bytes"
         return ApiError(413, text, code="body_too_large")
+
+
+def _endpoint(path: str) -> str:
+    """Name of an endpoint; what clients make up is 'other'."""
+    return next((known for known in ENDPOINTS if path.startswith(known)), "other")
+
+
+class _Sent:
+    """A ``send`` that keeps the status of the answer."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status = "left"
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = str(message["status"])
+        await self._send(message)
 
 
 class _Replayed:

@@ -14,7 +14,7 @@ class Lifecycle:
     """Counts running requests and ends them in order."""
 
     def __init__(self) -> None:
-        self.draining = False
+        self.is_draining = False
         self.halted = asyncio.Event()  # set: running requests end now
         self._idle = asyncio.Event()
         self._idle.set()
@@ -34,7 +34,7 @@ class Lifecycle:
 
     async def drain(self, seconds: float) -> None:
         """Refuse new requests, wait for the running ones, then cut off what is left."""
-        self.draining = True
+        self.is_draining = True
         if not await self._become_idle(seconds):
             logger.warning("%d requests still run after %g s; ending them", self.active, seconds)
         self.halted.set()

@@ -30,7 +30,7 @@ class Limits:
             value = getattr(self, field.name)
             least = 1 if field.name.startswith("max_") and field.name != "max_queue" else 0
             if value is not None and not least <= value < float("inf"):
-                problems.append(f"{field.name} is {value}, must be at least {least}")
+                problems.append(f"{field.name} is {value}, must be at least {least} and finite")
         if problems:
             raise ConfigError("limits of the server", problems)
 

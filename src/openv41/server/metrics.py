@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from openv41.server.limits import Gate
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OUTCOME = "openv41.outcome"  # key of an ASGI scope: what came of the request, if not its status
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -53,13 +54,13 @@ class Metrics:
         self._registry.register(_EngineCollector(stats, gate))
         self._requests = Counter(
             "openv41_http_requests",
-            "Requests that came to an end; 'left' for clients that did not wait.",
+            "Requests to /v1 that came to an end; 'left' for clients that did not wait.",
             ["endpoint", "status"],
             registry=self._registry,
         )
         self._seconds = Histogram(
             "openv41_http_request_seconds",
-            "From a request to the end of its answer.",
+            "From a request to /v1 to the end of its answer.",
             buckets=SECONDS,
             registry=self._registry,
         )

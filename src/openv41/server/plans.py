@@ -20,6 +20,7 @@ from openv41.server.schemas import ChatBody, CompletionBody, Sampling
 
 DEFAULT_TOKENS = 16  # of a completion, as in OpenAI's API; a chat goes on until it ends
 SEEDS = 1 << 63
+MAX_DIGITS = 9  # of a token id: longer ones are in no vocabulary, and slow to read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +237,7 @@ def _sampling(body: Sampling, model: ServedModel) -> SamplingConfig:
         "repetition_penalty": body.repetition_penalty,
     }
     return SamplingConfig(
+        seed=0,  # each choice has its own
         top_k=body.top_k if body.top_k and body.top_k > 0 else None,  # 0 and -1: all, as in vLLM
         logit_bias=_bias(body.logit_bias or {}, model),
         **{name: value for name, value in given.items() if value is not None},
@@ -245,7 +247,7 @@ def _sampling(body: Sampling, model: ServedModel) -> SamplingConfig:
 def _bias(given: dict[str, float], model: ServedModel) -> tuple[tuple[int, float], ...]:
     pairs = {}
     for key, value in given.items():
-        if not (key.isascii() and key.isdecimal() and len(key) < 10):
+        if not (key.isascii() and key.isdecimal() and len(key) <= MAX_DIGITS):
             text = f"{key!a} is no token id"
             raise ApiError(400, text, code="invalid_value", param="logit_bias")
         pairs[int(key)] = value

@@ -38,11 +38,11 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain on the first signal, leave on the second. The exit status stays 0."""
-        if self._loop is None or self._lifecycle.draining:
+        if self._loop is None or self._lifecycle.is_draining:
             self.should_exit = self.force_exit = True
             return
         logger.info("%s: finishing %d requests", signal.Signals(sig).name, self._lifecycle.active)
-        self._lifecycle.draining = True
+        self._lifecycle.is_draining = True
         self._loop.call_soon_threadsafe(self._begin_drain)
 
     def _begin_drain(self) -> None:

@@ -34,8 +34,15 @@ TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Ignored = Annotated[JsonValue, Field(description="Accepted and ignored.")]
-_NEUTRAL_NOTE = "Accepted with its neutral value only."
-Neutral = Annotated[JsonValue, Field(description=_NEUTRAL_NOTE)]
+
+
+class NeutralField:
+    """Marks a field that takes its neutral value only."""
+
+
+Neutral = Annotated[
+    JsonValue, NeutralField(), Field(description="Accepted with its neutral value only.")
+]
 
 
 def _kind_of_prompt(value: object) -> str | None:
@@ -105,12 +112,15 @@ class Body(BaseModel):
     @classmethod
     def _refuse(cls, data: object) -> object:
         if isinstance(data, Mapping):
-            fields = cls.model_fields
-            for name in NEUTRAL.keys() & data.keys() & fields.keys():
-                allowed, reason = NEUTRAL[name]
-                if fields[name].description == _NEUTRAL_NOTE and data[name] not in allowed:
+            for name, (allowed, reason) in NEUTRAL.items():
+                if name in data and cls._is_neutral(name) and data[name] not in allowed:
                     raise ValueError(f"{name} cannot be used here: {reason}")
         return data
+
+    @classmethod
+    def _is_neutral(cls, name: str) -> bool:
+        field = cls.model_fields.get(name)
+        return field is not None and any(isinstance(m, NeutralField) for m in field.metadata)
 
 
 class StreamOptions(Body):

@@ -25,7 +25,7 @@ from openv41.server.formats import CompletionFormat, Format
 from openv41.server.image_loader import ImageLoader
 from openv41.server.lifecycle import Lifecycle
 from openv41.server.limits import Gate, Limits
-from openv41.server.metrics import Metrics
+from openv41.server.metrics import OUTCOME, Metrics
 from openv41.server.plans import Plan, check_body, make_plan, num_choices
 from openv41.server.schemas import ChatBody, CompletionBody, Sampling
 
@@ -78,25 +78,23 @@ class Answering(Response):
                 raise error
         elif left:
             logger.info("a client left %s after %.3g s", self._endpoint, self._age())
-            self._service.metrics.count(self._endpoint, "left", self._age())
+            scope[OUTCOME] = "left"
             return
         elif halted:
             error = ApiError(503, "the server is stopping; try another one", code="draining")
         else:
             error = ApiError(504, f"no answer within {seconds:g} s", code="request_timeout")
-        await self._finish(line, error)
-
-    async def _finish(self, line: "_Line", error: Exception | None) -> None:
-        status = 200
         if error is not None:
             refusal = as_api_error(error)
-            status = refusal.status
-            try:
-                async with asyncio.timeout(LAST_WORDS_SECONDS):
-                    await line.fail(refusal)
-            except TimeoutError:
-                logger.info("a client does not read what %s sends", self._endpoint)
-        self._service.metrics.count(self._endpoint, str(status), self._age())
+            scope[OUTCOME] = str(refusal.status)  # also where the answer has begun with a 200
+            await self._fail(line, refusal)
+
+    async def _fail(self, line: "_Line", refusal: ApiError) -> None:
+        try:
+            async with asyncio.timeout(LAST_WORDS_SECONDS):
+                await line.fail(refusal)
+        except TimeoutError:
+            logger.info("a client does not read what %s sends", self._endpoint)
 
     def _age(self) -> float:
         return time.monotonic() - self._since
@@ -243,9 +241,8 @@ async def _cancel(*tasks: "asyncio.Task[object]") -> None:
 def _raise_if_broken(event: Event) -> None:
     if event.finish_reason is FinishReason.ERROR:
         if event.is_own_fault:
-            raise ApiError(
-                400, "the schema became too complex to go on", code="grammar_too_complex"
-            )
+            text = f"the answer cannot go on: {event.error}"
+            raise ApiError(400, text, code="constraint_failed")
         raise internal_error()  # the engine has logged it
     if event.finish_reason is FinishReason.CANCELLED:
         raise ApiError(503, "the engine gave the request up", code="cancelled")

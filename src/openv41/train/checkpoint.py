@@ -29,7 +29,7 @@ KEPT = 2
 FORMAT = "openv41-training-state-3"
 METADATA_KEY = "state"  # one key, since the library writes several in any order
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 Description = Mapping[str, Any]  # nested: models, settings, data
 
 
@@ -75,7 +75,7 @@ def load_newest(folder: Path) -> State | None:
         try:
             return _read(path)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-            log.warning("%s cannot be read (%s); trying the one before it", path, error)
+            logger.warning("%s cannot be read (%s); trying the one before it", path, error)
     if files:
         raise CheckpointError(
             f"{folder / FOLDER}: no checkpoint can be read; start the run again in a new folder"

@@ -1,4 +1,4 @@
-"""Which image-text samples stand beside the text in each step. Report §2.5.
+"""Which image-text samples stand beside the text in each step.
 
 Samples are packed whole: each is a document of its own, which sees no other.
 """

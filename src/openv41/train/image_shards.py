@@ -25,14 +25,14 @@ from openv41.image_grid import ImageGrid
 from openv41.io.atomic import atomic_folder, write_atomic
 from openv41.io.tokenizer import TextTokenizer
 from openv41.train.image_samples import Sample
-from openv41.train.mapped_arrays import map_array
+from openv41.train.mapped_arrays import map_array, read_index
 from openv41.train.sample_encoder import EncodedSample, SampleEncoder
 
 FORMAT, FORMAT_VERSION = "openv41-image-text", 1
 INDEX_FILE = "index.json"
 ARRAYS = {"tokens": "<u4", "targets": "u1", "pixels": "u1", "grids": "<i4", "samples": "<i8"}
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 Progress = Callable[[int], None]  # gets the samples done since the last call
 
 
@@ -73,7 +73,7 @@ def prepare_image_shards(
                     writer.add(encoded, encoder.image_token_id)
                 else:
                     size = len(encoded.tokens)
-                    log.warning("%s has %d tokens and is left out", sample.where, size)
+                    logger.warning("%s has %d tokens and is left out", sample.where, size)
                 progress(1)
             writer.finish(tokenizer, vision)
             tokenizer.save(partial)
@@ -210,23 +210,19 @@ def _bounds(counts: Iterable[int]) -> list[int]:
 
 
 def _read_index(path: Path) -> Index:
-    try:
-        content = json.loads(path.read_bytes())
-        found = content.pop("format"), content.pop("version")
-        if found != (FORMAT, FORMAT_VERSION):
-            raise ValueError(f"format {found[0]!r} version {found[1]!r}")
-        index = Index(**content)
-        if index.sizes.keys() != ARRAYS.keys() or index.sha256.keys() != ARRAYS.keys():
-            raise ValueError(f"it lists {sorted(index.sizes)}")
-        if not isinstance(index.vision.get("patch_size"), int) or index.vision["patch_size"] < 1:
-            raise ValueError("it names no patch_size")
-    except OSError as error:
-        raise DataError(
-            f"{path}: cannot read the index of the image-text shards: {error.strerror}; make them "
-            "with 'openv41 data images'"
-        ) from None
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DataError(
-            f"{path}: not an index of image-text shards: {error}; prepare the images again"
-        ) from None
+    return read_index(
+        path,
+        _make_index,
+        format_=(FORMAT, FORMAT_VERSION),
+        what="image-text shards",
+        remedies=("make them with 'openv41 data images'", "prepare the images again"),
+    )
+
+
+def _make_index(content: dict[str, Any]) -> Index:
+    index = Index(**content)
+    if index.sizes.keys() != ARRAYS.keys() or index.sha256.keys() != ARRAYS.keys():
+        raise ValueError(f"it lists {sorted(index.sizes)}")
+    if not isinstance(index.vision.get("patch_size"), int) or index.vision["patch_size"] < 1:
+        raise ValueError("it names no patch_size")
     return index

@@ -46,7 +46,7 @@ from openv41.train.token_shards import INDEX_FILE, TokenShards
 RUN_FILE = "run.json"
 MODEL_FOLDER = "checkpoint"  # the trained model, in the format's plain float32 variant
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 Report = Callable[[StepRecord], None]
 
 
@@ -180,7 +180,7 @@ class Trainer:
             )
         state = load_newest(out)
         if state is None:
-            log.warning("%s holds no checkpoint yet; the run starts from the beginning", out)
+            logger.warning("%s holds no checkpoint yet; the run starts from the beginning", out)
         elif problems := describe_differences(state.description, self.description):
             raise ConfigError(f"{out} cannot be resumed: it is another run", problems)
         return state

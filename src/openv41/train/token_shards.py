@@ -16,13 +16,14 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import accumulate, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from openv41.errors import DataError
 from openv41.io.atomic import atomic_folder, write_atomic
 from openv41.io.tokenizer import BOS_ID, EOS_ID, TextTokenizer, read_pieces
-from openv41.train.mapped_arrays import Array, map_array
+from openv41.train.mapped_arrays import Array, map_array, read_index
 
 INDEX_FILE = "index.json"
 FORMAT, FORMAT_VERSION = "openv41-token-shards", 1
@@ -30,7 +31,7 @@ SHARD_TOKENS = 1 << 27
 
 _BATCH = 32  # pieces of text encoded at once
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 TokenIds = np.ndarray[tuple[int], np.dtype[np.int64]]
 Progress = Callable[[int], None]  # gets the bytes of text done since the last call
 
@@ -122,7 +123,7 @@ def _write_folder(
             if document.bytes:
                 documents.append(document)
             else:
-                log.warning("%s is empty and left out", file)
+                logger.warning("%s is empty and left out", file)
         writer.finish_shard()
     if not documents:
         raise DataError("the given files hold no text; give at least one that is not empty")
@@ -246,20 +247,16 @@ class TokenShards:
 
 
 def _read_index(path: Path) -> Index:
-    try:
-        content = json.loads(path.read_bytes())
-        found = content.pop("format"), content.pop("version")
-        if found != (FORMAT, FORMAT_VERSION):
-            raise ValueError(f"format {found[0]!r} version {found[1]!r}")
-        content["shards"] = [Shard(**shard) for shard in content["shards"]]
-        content["documents"] = [Document(**document) for document in content["documents"]]
-        return Index(**content)
-    except OSError as error:
-        raise DataError(
-            f"{path}: cannot read the index of the token shards: {error.strerror}; make them with "
-            "'openv41 data prepare'"
-        ) from None
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DataError(
-            f"{path}: not an index of token shards: {error}; prepare the data again"
-        ) from None
+    return read_index(
+        path,
+        _make_index,
+        format_=(FORMAT, FORMAT_VERSION),
+        what="token shards",
+        remedies=("make them with 'openv41 data prepare'", "prepare the data again"),
+    )
+
+
+def _make_index(content: dict[str, Any]) -> Index:
+    content["shards"] = [Shard(**shard) for shard in content["shards"]]
+    content["documents"] = [Document(**document) for document in content["documents"]]
+    return Index(**content)
