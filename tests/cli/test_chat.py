@@ -2,8 +2,15 @@
 
 from typer.testing import CliRunner
 
+from openv41.cli.conversations import Settings, begin
 from openv41.cli.main import app
+from openv41.engine.engine import Engine
+from openv41.engine.request import Event, FinishReason
+from openv41.engine.sampler import SamplingConfig
 from openv41.prompt.tokens import THINK_END
+from openv41.server.backend import ServedModel
+from openv41.server.conversation import read_transcript
+from openv41.server.schemas import ChatBody
 from tests.server.seeing import make_seeing, png
 from tests.server.tiny import make_checkpoint
 
@@ -23,6 +30,43 @@ def test_a_conversation(tmp_path):
     assert "found in the cache" in result.stderr
     assert "0 of the last prompt's found" not in result.stderr
     assert "no command /what: /new starts afresh" in result.stderr
+
+
+def test_a_turn_that_fails_is_not_kept(tmp_path):
+    checkpoint = make_checkpoint(tmp_path)
+    options = ("--temperature", "0", "--max-tokens", "6", "--numerics", "f32")
+    runs = []
+    for lines in (["Hello", "x" * 1000, "And then?"], ["Hello", "And then?"]):
+        result = CliRunner().invoke(
+            app, ["chat", str(checkpoint), *options], input="\n".join(lines) + "\n"
+        )
+        assert result.exit_code == 0, result.stderr
+        runs.append(result)
+    assert "no answer: request: 1 problem" in runs[0].stderr
+    assert runs[0].stdout == runs[1].stdout
+
+
+def test_a_transcript_is_that_of_the_server(tmp_path, monkeypatch):
+    engine = Engine.load(make_checkpoint(tmp_path), numerics="f32")
+    prompts = []
+
+    def stream(request):
+        prompts.append(request.prompt)
+        yield Event(text=" Two.", finish_reason=FinishReason.STOP)
+
+    monkeypatch.setattr(engine, "stream", stream)
+    sampling = SamplingConfig()
+    settings = Settings(
+        sampling=sampling, max_tokens=6, system="Be brief.", thinking=False, effort=75
+    )
+    chat = begin(engine, settings)
+    messages = [{"role": "system", "content": "Be brief."}]
+    for text in ("One?", "Three?"):
+        chat.answer(text)
+        messages.append({"role": "user", "content": text})
+        ids, _ = read_transcript(ChatBody(messages=messages), ServedModel.of(engine, "tiny"))
+        assert prompts.pop() == ids
+        messages.append({"role": "assistant", "content": "Two."})
 
 
 def test_a_conversation_in_the_prompt_format(tmp_path):

@@ -3,14 +3,18 @@
 import pytest
 
 from openv41.engine.request import Event, Request
+from openv41.io.transcript import render_transcript
 from openv41.server.chat_format import ChatFormat
-from openv41.server.chat_template import render_chat
 from openv41.server.plans import EncodedPrompt, Plan
 from openv41.server.schemas import ChatBody
 from tests.server.fake import BOS, EOS, MAX_LENGTH
 
 HELLO = [{"role": "user", "content": "hello"}]
 TEXT = "User: hello\n\nAssistant:"
+
+
+def render(messages, model):
+    return render_transcript(messages, model.tokenizer, bos_id=BOS, eos_id=EOS)
 
 
 def test_a_chat_is_a_transcript(model):
@@ -21,7 +25,7 @@ def test_a_chat_is_a_transcript(model):
         ("user", "Three?"),
     ]
     encode = model.tokenizer.encode
-    assert render_chat(messages, model) == (
+    assert render(messages, model) == (
         BOS,
         *encode("Be brief.\n\nUser: One?\n\nAssistant: Two."),
         EOS,
@@ -31,7 +35,7 @@ def test_a_chat_is_a_transcript(model):
 
 def test_messages_cannot_write_special_tokens(model):
     spelled = model.tokenizer.decode([EOS])
-    ids = render_chat([("user", spelled)], model)
+    ids = render([("user", spelled)], model)
     assert EOS not in ids
     assert model.tokenizer.decode(ids[1:]) == f"User: {spelled}\n\nAssistant:"
 

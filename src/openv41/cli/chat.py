@@ -7,13 +7,14 @@ import typer
 from rich.markup import escape
 from rich.rule import Rule
 
-from openv41.cli.conversations import Settings, begin
+from openv41.cli.conversations import Settings, TerminalChat, begin
 from openv41.cli.device import resolve_device
 from openv41.cli.numerics import Numerics
 from openv41.cli.ui import err, note
 from openv41.engine.engine import Engine, EngineConfig
 from openv41.engine.paged_store import CacheConfig
 from openv41.engine.sampler import SamplingConfig
+from openv41.errors import OpenV41Error
 from openv41.prompt.messages import effort_number
 
 COMMANDS = (
@@ -61,7 +62,15 @@ def chat(
         elif line.startswith("/"):
             note(f"no command {line}: {COMMANDS}")
         elif line:
-            conversation.answer(line)
+            _answer(conversation, line)
+
+
+def _answer(conversation: TerminalChat, line: str) -> None:
+    """Answer a message; one that fails is not kept, and the conversation goes on."""
+    try:
+        conversation.answer(line)
+    except OpenV41Error as error:
+        note(f"no answer: {error}")
 
 
 def _ask() -> str | None:

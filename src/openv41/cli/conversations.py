@@ -15,9 +15,19 @@ from openv41.engine.sampler import SamplingConfig
 from openv41.errors import OpenV41Error
 from openv41.io.image_processor import ProcessedImage, load_image, process_image
 from openv41.io.prompt_ids import prompt_ids
-from openv41.prompt import Conversation as Chat
-from openv41.prompt import Event as Said
-from openv41.prompt import Image, Message, ReasoningDelta, Section, TextDelta, collect, encode
+from openv41.io.transcript import render_transcript
+from openv41.prompt import (
+    Conversation,
+    Image,
+    Message,
+    ReasoningDelta,
+    Section,
+    TextDelta,
+    collect,
+    encode,
+    join,
+)
+from openv41.prompt import Event as PromptEvent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +41,7 @@ class Settings:
     effort: int | str
 
 
-def begin(engine: Engine, settings: Settings) -> "Conversation":
+def begin(engine: Engine, settings: Settings) -> "TerminalChat":
     """A conversation in the prompt format where the tokenizer has its special tokens."""
     if missing := missing_tokens(engine.tokenizer):
         note(f"the tokenizer lacks {missing[0]}, ...: this is a plain transcript")
@@ -39,7 +49,7 @@ def begin(engine: Engine, settings: Settings) -> "Conversation":
     return Formatted(engine, settings)
 
 
-class Conversation(ABC):
+class TerminalChat(ABC):
     """Turns of a user and a model."""
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
@@ -64,7 +74,7 @@ class Conversation(ABC):
             f"{stats.prefill_rows_skipped:,} of {stats.prefill_rows:,} prefill rows skipped"
         )
 
-    def _run(self, request: Request, section: Section | None) -> list[Said]:
+    def _run(self, request: Request, section: Section | None) -> list[PromptEvent]:
         """Write an answer and return what it says."""
         reader, told = AnswerReader(self._engine.tokenizer, section), []
         self._tokens = list(request.prompt)
@@ -86,32 +96,37 @@ class Conversation(ABC):
         return told
 
 
-class Transcript(Conversation):
-    """Turns as tokens in the format of the server's plain transcript, so that prefixes stay."""
+class Transcript(TerminalChat):
+    """Roles and texts, as the server's plain transcript has them."""
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
         super().__init__(engine, settings)
-        start = engine.tokenizer.encode(settings.system)
-        self._tokens = [engine.model.config.bos_token_id, *start]
+        self._messages = [("system", settings.system)] if settings.system else []
 
     def answer(self, text: str) -> None:
         """Write the answer to a message as it comes."""
-        turn = self._engine.tokenizer.encode(f"User: {text}\n\nAssistant:")
+        config, messages = self._engine.model.config, [*self._messages, ("user", text)]
+        prompt = render_transcript(
+            messages,
+            self._engine.tokenizer,
+            bos_id=config.bos_token_id,
+            eos_id=config.eos_token_id,
+        )
         request = Request(
-            prompt=(*self._tokens, *turn),
+            prompt=prompt,
             max_tokens=self._settings.max_tokens,
             sampling=self._settings.sampling,
             stop=("\n\nUser:",),
         )
-        self._run(request, None)
-        self._tokens += [self._engine.model.config.eos_token_id]
+        said = join(self._run(request, None)).content
+        self._messages = [*messages, ("assistant", said.removeprefix(" "))]  # it follows a colon
 
     def show(self, file: Path) -> None:
         """Refuse: a transcript has no place for images."""
         note(f"{file}: a plain transcript holds no images")
 
 
-class Formatted(Conversation):
+class Formatted(TerminalChat):
     """Messages in the prompt format; reasoning goes to stderr."""
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
@@ -134,9 +149,9 @@ class Formatted(Conversation):
         """Write the answer to a message as it comes."""
         parts: list[str | Image] = [*map(Image, self._shown), text]
         self._shown = []
-        self._messages.append(Message("user", parts))
+        messages = [*self._messages, Message("user", parts)]
         settings, config = self._settings, self._engine.model.config
-        prompt = encode(Chat(self._messages, thinking=settings.thinking, effort=settings.effort))
+        prompt = encode(Conversation(messages, thinking=settings.thinking, effort=settings.effort))
         images = [image.source for image in prompt.images]
         assert all(isinstance(image, ProcessedImage) for image in images), "an image was not read"
         seen = [image for image in images if isinstance(image, ProcessedImage)]
@@ -147,10 +162,10 @@ class Formatted(Conversation):
             max_tokens=settings.max_tokens,
             sampling=settings.sampling,
         )
-        self._messages.append(collect(self._run(request, prompt.section)))
+        self._messages = [*messages, collect(self._run(request, prompt.section))]
 
 
-def _write(said: Sequence[Said]) -> None:
+def _write(said: Sequence[PromptEvent]) -> None:
     for one in said:
         if isinstance(one, TextDelta):
             out.out(one.text, end="", highlight=False)

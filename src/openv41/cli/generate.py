@@ -17,8 +17,6 @@ from openv41.io.hf_config import read_config
 from openv41.io.tokenizer import load_tokenizer
 from openv41.model.prefill import PrefillMode
 
-PAGE_SIZE = 64
-
 
 def generate(
     checkpoint: Annotated[Path, typer.Argument(help="Folder of the checkpoint.")],
@@ -44,7 +42,8 @@ def generate(
     ids = (model.bos_token_id, *load_tokenizer(checkpoint).encode(prompt))
     room = max(1, model.max_position + 1 - len(ids))
     request = Request(prompt=ids, max_tokens=min(max_tokens, room), sampling=sampling)
-    cache = CacheConfig(num_pages=-(-(len(ids) + request.max_tokens) // PAGE_SIZE), max_requests=1)
+    num_pages = -(-(len(ids) + request.max_tokens) // CacheConfig().page_size)
+    cache = CacheConfig(num_pages=num_pages, max_requests=1)
     config = EngineConfig(cache=cache, prefill=prefill, prefix_cache=False)
     rounding = None if numerics is None else numerics.value
     engine = Engine.load(checkpoint, config=config, numerics=rounding, device=place)

@@ -3,7 +3,7 @@
 import importlib.util
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -16,10 +16,9 @@ from openv41.engine.paged_store import CacheConfig
 from openv41.errors import InputError
 from openv41.io.engram_store import EngramPlacement
 from openv41.model.prefill import PrefillMode
+from openv41.server.limits import Limits
 
-if TYPE_CHECKING:
-    from openv41.server.limits import Limits
-
+CACHE, LIMITS = CacheConfig(), Limits()  # the defaults of their options
 EXTRA = ("fastapi", "h11", "prometheus_client", "pydantic", "uvicorn")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -35,7 +34,7 @@ Engram = Annotated[EngramPlacement, typer.Option(help="Where the Engram tables a
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="Answers that no neighbour changes; slower.")
 ]
-Pages = Annotated[int, typer.Option(help="Pages of the cache, for 64 tokens each.")]
+Pages = Annotated[int, typer.Option(help=f"Pages of the cache, for {CACHE.page_size} tokens each.")]
 CacheFolder = Annotated[Path | None, typer.Option(help="Keep prefixes here across restarts.")]
 Concurrency = Annotated[int, typer.Option(help="Sequences that are computed at once.")]
 Queue = Annotated[int, typer.Option(help="Sequences that may wait for that.")]
@@ -63,23 +62,21 @@ def serve(
     prefill: Prefill = PrefillMode.EXACT,
     engram: Engram = "resident",
     deterministic: Deterministic = False,
-    pages: Pages = 1024,
+    pages: Pages = CACHE.num_pages,
     cache_folder: CacheFolder = None,
-    max_concurrency: Concurrency = 16,
-    max_queue: Queue = 1024,
+    max_concurrency: Concurrency = CACHE.max_requests,
+    max_queue: Queue = LIMITS.max_queue,
     max_prompt_tokens: PromptTokens = None,
     max_output_tokens: OutputTokens = None,
-    max_choices: Choices = 128,
-    max_images: Images = 64,
+    max_choices: Choices = LIMITS.max_choices,
+    max_images: Images = LIMITS.max_images,
     allow_remote_images: Remote = False,
-    max_body_mib: Body = 16,
-    request_seconds: RequestSeconds = 600.0,
-    drain_seconds: DrainSeconds = 30.0,
+    max_body_mib: Body = LIMITS.max_body_bytes >> 20,
+    request_seconds: RequestSeconds = LIMITS.request_seconds,
+    drain_seconds: DrainSeconds = LIMITS.drain_seconds,
 ) -> None:
     """Serve a checkpoint until SIGTERM or Ctrl-C; running answers are finished first."""
     _require_extra()
-    from openv41.server.limits import Limits  # noqa: PLC0415 -- an optional extra
-
     limits = Limits(
         max_prompt_tokens=max_prompt_tokens,
         max_output_tokens=max_output_tokens,
@@ -111,7 +108,7 @@ def serve(
 def _serve(
     engine: Engine,
     name: str,
-    limits: "Limits",
+    limits: Limits,
     address: tuple[str, int],
     *,
     api_key: str | None,

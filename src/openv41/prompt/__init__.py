@@ -1,5 +1,9 @@
 """The prompt format: conversations to prompts, and answers back to messages.
 
+The technical report does not describe it. Its rules are those of the released encoder
+(``encoding.py`` beside the released checkpoint); choices of tools, prefixes and streaming, which
+that one leaves out, follow ``deepseek-recipe`` 0.2.
+
 Needs nothing but the standard library; the tokenizer is an object that the caller brings.
 """
 

@@ -57,7 +57,10 @@ def dump_json(value: object, where: str) -> str:
 
 
 def to_parameters(arguments: str | Mapping[str, Any], where: str) -> tuple[Parameter, ...]:
-    """Parameters of a call; JSON may be encoded twice, anything but an object is one parameter."""
+    """Parameters of a call; anything but an object is one parameter.
+
+    JSON may be encoded twice, as in the released encoder.
+    """
     value: object = arguments
     for _ in range(2):
         if isinstance(value, str):

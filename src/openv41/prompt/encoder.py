@@ -134,7 +134,12 @@ class _Encoder:
             self.out.special(EOS)
 
     def _open(self, place: int, turn: _Turn, *, is_final: bool, is_last: bool) -> None:
-        """Write what leads from a turn to an answer: a task's token or an assistant's header."""
+        """Write what leads from a turn to an answer: a task's token or an assistant's header.
+
+        As in the released encoder, only users' turns and later system messages have a header
+        behind them: an assistant's message that follows another, or ends the conversation, has
+        none unless ``generation_prompt`` asks for it.
+        """
         if turn.task is not None:
             if turn.task == "action":
                 self.out.special(ASSISTANT)
@@ -202,7 +207,10 @@ def _group(messages: Sequence[Message]) -> list[_Turn]:
 
 
 def _sort_results(turns: Sequence[_Turn]) -> list[_Turn]:
-    """Put the results of each turn into the order of the last calls, texts keep their places."""
+    """Put the results of each turn into the order of the last calls, texts keep their places.
+
+    An id that no call has ranks as that of the first one, as in the released encoder.
+    """
     order: dict[str, int] = {}
     out = []
     for turn in turns:

@@ -16,7 +16,7 @@ from openv41.prompt.dsml import (
 from openv41.prompt.tokens import TASKS, check_unicode
 
 ROLES = ("system", "user", "assistant", "tool", "latest_reminder")
-EFFORTS = {"low": 50, "high": 75, "max": 100}
+EFFORTS = {"low": 50, "high": 75, "max": 100}  # as in the released encoder
 CHOICES = ("auto", "none", "required")
 JsonObject = Mapping[str, Any]
 

@@ -1,4 +1,4 @@
-"""Whole answers to messages, strictly: an answer that breaks the format is an error."""
+"""Whole answers to messages, as strict as the released parser: a broken format is an error."""
 
 from collections.abc import Iterable
 

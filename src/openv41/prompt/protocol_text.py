@@ -1,4 +1,4 @@
-"""Fixed texts of the prompt format, kept byte for byte in ``data/``."""
+"""Fixed texts of the prompt format: those of the released encoder, byte for byte, in ``data/``."""
 
 import functools
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Spellings of the special tokens of the prompt format, and pieces of text that use them."""
+"""Special tokens of the prompt format, spelled as in the released tokenizer; pieces of text."""
 
 import re
 from collections.abc import Iterable, Iterator

@@ -12,10 +12,11 @@ from starlette.exceptions import HTTPException
 from openv41.server.answers import ChatCompletion, Completion, ErrorBody, Model, Models
 from openv41.server.backend import Backend, ServedModel
 from openv41.server.errors import ApiError, as_api_error, error_response, validation_error
+from openv41.server.gate import Gate
 from openv41.server.guard import Guard
 from openv41.server.image_loader import ImageLoader
 from openv41.server.lifecycle import Lifecycle
-from openv41.server.limits import Gate, Limits
+from openv41.server.limits import Limits
 from openv41.server.metrics import MEDIA_TYPE, Metrics
 from openv41.server.schemas import FIELDS, ChatBody, CompletionBody
 from openv41.server.streaming import Answering, Service

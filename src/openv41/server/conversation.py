@@ -7,13 +7,13 @@ from typing import Any
 from openv41.engine.constraint import Constraint
 from openv41.engine.grammar import AnswerConstraint, Grammar
 from openv41.engine.tool_grammar import calls_lark
+from openv41.io.transcript import render_transcript
 from openv41.prompt import Conversation, Prompt, encode, from_request
 from openv41.prompt import Message as PromptMessage
 from openv41.prompt.dsml import CALLS
 from openv41.prompt.messages import schema_of
 from openv41.prompt.tokens import DSML, THINK_END
 from openv41.server.backend import ServedModel
-from openv41.server.chat_template import render_chat
 from openv41.server.errors import ApiError
 from openv41.server.image_loader import ImageSource
 from openv41.server.schemas import ChatBody, FilePart, ImagePart, Message, Part
@@ -92,7 +92,8 @@ def read_transcript(
         constraint = AnswerConstraint(
             compiler=model.grammars, has_reasoning=False, content=grammar, calls=None
         )
-    return render_chat(messages, model), constraint
+    ids = render_transcript(messages, model.tokenizer, bos_id=model.bos_id, eos_id=model.eos_id)
+    return ids, constraint
 
 
 class _Rules:

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from openv41.server.limits import Gate
+from openv41.server.gate import Gate
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OUTCOME = "openv41.outcome"  # key of an ASGI scope: what came of the request, if not its status

@@ -22,9 +22,10 @@ from openv41.server.errors import (
     internal_error,
 )
 from openv41.server.formats import CompletionFormat, Format
+from openv41.server.gate import Gate
 from openv41.server.image_loader import ImageLoader
 from openv41.server.lifecycle import Lifecycle
-from openv41.server.limits import Gate, Limits
+from openv41.server.limits import Limits
 from openv41.server.metrics import OUTCOME, Metrics
 from openv41.server.plans import Plan, check_body, make_plan, num_choices
 from openv41.server.schemas import ChatBody, CompletionBody, Sampling

@@ -7,20 +7,22 @@ so is whatever a message holds: no message can write BOS or EOS.
 
 from collections.abc import Sequence
 
-from openv41.server.backend import ServedModel
+from openv41.io.tokenizer import TextTokenizer
 
 ROLES = {"user": "User", "assistant": "Assistant"}
 
 
-def render_chat(messages: Sequence[tuple[str, str]], model: ServedModel) -> tuple[int, ...]:
+def render_transcript(
+    messages: Sequence[tuple[str, str]], tokenizer: TextTokenizer, *, bos_id: int, eos_id: int
+) -> tuple[int, ...]:
     """Token ids of (role, text) pairs, up to where the assistant's next words begin."""
-    ids = [model.bos_id]
+    ids = [bos_id]
     text = ""
     for role, content in messages:
         text += f"{ROLES[role]}: {content}" if role in ROLES else content
         if role == "assistant":
-            ids += [*model.tokenizer.encode(text), model.eos_id]
+            ids += [*tokenizer.encode(text), eos_id]
             text = ""
         else:
             text += "\n\n"
-    return (*ids, *model.tokenizer.encode(text + "Assistant:"))
+    return (*ids, *tokenizer.encode(text + "Assistant:"))
