@@ -11,8 +11,8 @@ from openv41.prompt.tokens import THINK_END
 from openv41.server.backend import ServedModel
 from openv41.server.conversation import read_transcript
 from openv41.server.schemas import ChatBody
-from tests.server.seeing import make_seeing, png
-from tests.server.tiny import make_checkpoint
+from tests.io.tiny_checkpoint import make_checkpoint, make_seeing
+from tests.server.images import png
 
 
 def test_a_conversation(tmp_path):
@@ -71,7 +71,7 @@ def test_a_transcript_is_that_of_the_server(tmp_path, monkeypatch):
 
 def test_a_conversation_in_the_prompt_format(tmp_path):
     """Reasoning goes to stderr, answers to stdout; an image stands before its message."""
-    checkpoint = make_seeing(tmp_path, std=0.3)
+    checkpoint = make_seeing(tmp_path)
     (tmp_path / "cat.png").write_bytes(png(1))
     (tmp_path / "dog.png").write_bytes(b"no image")
     lines = ["question", "/image " + str(tmp_path / "cat.png"), "question", "/stats"]

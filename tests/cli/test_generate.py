@@ -8,7 +8,7 @@ from openv41.cli.main import app
 from openv41.io.checkpoint import load_model
 from openv41.io.tokenizer import load_tokenizer
 from openv41.layers.batch import Batch
-from tests.server.tiny import make_checkpoint
+from tests.io.tiny_checkpoint import make_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from openv41.config import NUMERICS, VisionConfig
+from openv41.config import NUMERICS
 from openv41.engine.engine import Engine, EngineConfig
 from openv41.engine.paged_store import CacheConfig
 from openv41.engine.request import Request
@@ -17,7 +17,7 @@ from openv41.layers.batch import Batch
 from openv41.model.cache import DenseStore
 from openv41.model.image_tower import ImageTower
 from openv41.model.prefill import PrefillMode
-from tests.layers.mini import IMAGE_TOKEN, VOCAB, mini_model
+from tests.layers.mini import IMAGE_TOKEN, VISION, VOCAB, mini_model
 
 GREEDY = SamplingConfig(temperature=0.0)
 WINDOW = 4
@@ -110,12 +110,9 @@ def stored_rows(model, ids):
 
 def see(model, seed=1):
     """Give a model a small vision encoder."""
-    vision = VisionConfig(
-        num_layers=1, hidden_size=8, num_heads=2, intermediate_size=8, patch_size=2, min_pixels=1
-    )
-    model.config = replace(model.config, vision=vision)
+    model.config = replace(model.config, vision=VISION)
     weight = model.norm.weight
-    model.vision = ImageTower(vision, model.config.hidden_size, model.numerics, dtype=weight.dtype)
+    model.vision = ImageTower(VISION, model.config.hidden_size, model.numerics, dtype=weight.dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.vision.parameters():

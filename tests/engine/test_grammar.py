@@ -18,8 +18,8 @@ from openv41.errors import InputError, PromptError
 from openv41.prompt import ToolCall, collect, parse
 from openv41.prompt.tokens import DSML, EOS, THINK_END, Piece
 from tests.engine.mini_engine import arm, engine_of, plain_logits
+from tests.io.tiny_checkpoint import make_tokenizer
 from tests.layers.mini import VOCAB
-from tests.server.seeing import make_tokenizer
 
 EOS_ID = 1
 OPENING = "\n\n<MARK calls>\n"

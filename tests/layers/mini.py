@@ -10,6 +10,7 @@ from openv41.config import (
     MhcConfig,
     ModelConfig,
     MoeConfig,
+    VisionConfig,
     YarnConfig,
 )
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
@@ -18,6 +19,9 @@ from tests.oracles import backbone
 
 VOCAB = 64
 IMAGE_TOKEN = 63
+VISION = VisionConfig(
+    num_layers=1, hidden_size=8, num_heads=2, intermediate_size=8, patch_size=2, min_pixels=1
+)
 
 
 def mini_config():

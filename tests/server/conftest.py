@@ -7,13 +7,15 @@ import httpx
 import openai
 import pytest
 
+from openv41.engine.async_engine import AsyncEngine
 from openv41.prompt.tokens import IMAGE
 from openv41.server.app import make_service
+from openv41.server.backend import ServedModel
 from openv41.server.limits import Limits
 from openv41.server.run import listen, make_server
+from tests.io.tiny_checkpoint import make_checkpoint, make_tokenizer
+from tests.layers.mini import VISION
 from tests.server.fake import FakeBackend, make_model
-from tests.server.seeing import VISION, make_tokenizer
-from tests.server.tiny import make_checkpoint
 
 PATIENCE = 5.0  # seconds that anything here may take at most
 
@@ -63,6 +65,19 @@ def running(model, *, api_key=None, images=None, **limits):
         yield server
     assert backend.is_started
     assert backend.is_stopped
+
+
+@contextlib.contextmanager
+def serving(engine, **limits):
+    """A server over a real engine."""
+    service = make_service(
+        AsyncEngine(engine),
+        ServedModel.of(engine, "tiny"),
+        limits=Limits(**limits),
+        stats=engine.stats,
+    )
+    with served(service) as server:
+        yield server
 
 
 @contextlib.contextmanager

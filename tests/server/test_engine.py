@@ -5,15 +5,12 @@ import asyncio
 import openai
 import pytest
 
-from openv41.engine.async_engine import AsyncEngine
 from openv41.engine.engine import Engine, EngineConfig
 from openv41.engine.paged_store import CacheConfig
 from openv41.engine.request import Request
 from openv41.engine.sampler import SamplingConfig
-from openv41.server.app import make_service
-from openv41.server.backend import Backend, ServedModel
-from openv41.server.limits import Limits
-from tests.server.conftest import served
+from openv41.server.backend import Backend
+from tests.server.conftest import serving
 
 pytestmark = pytest.mark.shapes
 
@@ -46,11 +43,8 @@ def expected(engine):
 
 @pytest.fixture(scope="module")
 def server(engine, expected):
-    model = ServedModel.of(engine, "tiny")
-    backend = AsyncEngine(engine)
-    assert isinstance(backend, Backend)
-    service = make_service(backend, model, limits=Limits(max_concurrency=4), stats=engine.stats)
-    with served(service) as running:
+    with serving(engine, max_concurrency=4) as running:
+        assert isinstance(running.backend, Backend)
         yield running
 
 

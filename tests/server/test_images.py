@@ -18,8 +18,9 @@ from openv41.errors import ImageError
 from openv41.io.image_processor import ImageLimits, load_image, process_image
 from openv41.server.image_loader import FETCHES, ImageLoader, ImageSource
 from openv41.server.remote import RemoteImages, is_public
+from tests.layers.mini import VISION
 from tests.server.conftest import running
-from tests.server.seeing import VISION, data_url, image_part, png
+from tests.server.images import data_url, image_part, png
 
 CHAT = "/v1/chat/completions"
 PEM = Path(__file__).parent / "tls" / "images.test.pem"

@@ -10,15 +10,11 @@ from contextlib import aclosing
 import openai
 import pytest
 
-from openv41.engine.async_engine import AsyncEngine
 from openv41.engine.engine import Engine, EngineConfig
 from openv41.engine.paged_store import CacheConfig
 from openv41.engine.request import Request
 from openv41.engine.sampler import SamplingConfig
-from openv41.server.app import make_service
-from openv41.server.backend import ServedModel
-from openv41.server.limits import Limits
-from tests.server.conftest import served
+from tests.server.conftest import serving
 
 # httpx leaves the inner generator of an abandoned stream to the garbage collector, which may run in
 # the server's thread, where the client's loop cannot close it.
@@ -59,10 +55,7 @@ def loaded(checkpoint):
         )[0].text
         for kind, text in enumerate(texts())
     ]
-    model = ServedModel.of(engine, "tiny")
-    limits = Limits(max_concurrency=CLIENTS, max_queue=1000, request_seconds=600.0)
-    service = make_service(AsyncEngine(engine), model, limits=limits, stats=engine.stats)
-    with served(service) as server:
+    with serving(engine, max_concurrency=CLIENTS, max_queue=1000, request_seconds=600.0) as server:
         yield engine, offline, server
 
 

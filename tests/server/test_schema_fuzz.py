@@ -12,7 +12,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
 
 from openv41.server.schemas import FIELDS
-from tests.server.seeing import data_url, png
+from tests.server.images import data_url, png
 
 TEXT = st.text(st.characters(codec=None), max_size=6)
 SCALAR = st.one_of(st.none(), st.booleans(), st.integers(), st.integers(-2, 30), st.floats(), TEXT)

@@ -11,7 +11,7 @@ import numpy as np
 from openv41.errors import DataError
 
 Array = np.ndarray[Any, np.dtype[Any]]
-IndexT = TypeVar("IndexT")
+Described = TypeVar("Described")
 
 
 def map_array(path: Path, dtype: str, num_bytes: int, sha256: str | None, remedy: str) -> Array:
@@ -39,12 +39,12 @@ def map_array(path: Path, dtype: str, num_bytes: int, sha256: str | None, remedy
 
 def read_index(
     path: Path,
-    make: Callable[[dict[str, Any]], IndexT],
+    make: Callable[[dict[str, Any]], Described],
     *,
     format_: tuple[str, int],
     what: str,
     remedies: tuple[str, str],
-) -> IndexT:
+) -> Described:
     """Read an index file: ``make`` builds it from the fields behind its format and version.
 
     Raises DataError, which ends with the first remedy where there is no file, with the second where

@@ -1,15 +1,11 @@
-"""A tiny random checkpoint that sees, and whose tokenizer has the prompt format's tokens."""
+"""Tiny random checkpoints with their tokenizers: plain ones, and ones that see and chat."""
 
-import base64
-import io
 from dataclasses import replace
 from importlib import resources
 
 import torch
-from PIL import Image
 from tokenizers import AddedToken
 
-from openv41.config import VisionConfig
 from openv41.io.checkpoint import save_model
 from openv41.io.checkpoint_writer import read_companions
 from openv41.io.engram_map import compress_vocabulary
@@ -18,6 +14,7 @@ from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.model.init import init_weights
 from openv41.presets import with_vocabulary
 from openv41.prompt import tokens
+from tests.layers.mini import VISION
 from tests.train.runs import short_config
 
 SPELLED = (
@@ -30,14 +27,11 @@ SPELLED = (
     tokens.LATEST_REMINDER,
     tokens.IMAGE,
 )
-VISION = VisionConfig(
-    num_layers=1, hidden_size=8, num_heads=2, intermediate_size=8, patch_size=2, min_pixels=1
-)
 SAMPLES = "{}[]:,0123456789\n\n</ <_-.\n" * 3 + "Paris Berlin true false null question answer\n" * 3
 
 
 def make_tokenizer(folder):
-    """A tokenizer that knows the words of the format, so that prompts are short."""
+    """A tokenizer that knows the words of the prompt format, so that prompts are short."""
     data = resources.files("openv41.prompt") / "data"
     text = "".join((data / name).read_text() for name in ("tools.txt", "effort.txt"))
     (folder / "text.txt").write_text(text + SAMPLES)
@@ -48,38 +42,29 @@ def make_tokenizer(folder):
     return TextTokenizer(trained.backend.to_str().encode(), "the tokenizer that sees")
 
 
-def make_seeing(folder, *, seed=1, vision=VISION, std=None):
+def make_checkpoint(folder, tokenizer=None, *, seed=1, std=None, **changes):
     """A checkpoint; ``std`` of its output head, whose answers are dull otherwise."""
-    tokenizer = make_tokenizer(folder)
+    if tokenizer is None:
+        (folder / "text.txt").write_text("To be, or not to be, that is the question.\n")
+        tokenizer = train_tokenizer([folder / "text.txt"], vocab_size=262)
     tokenizer.save(folder / "tokenizer")
     config = with_vocabulary(
         short_config(),
         vocab_size=tokenizer.vocab_size,
         compressed_vocab_size=len(set(compress_vocabulary(tokenizer.backend))),
     )
-    image_token = tokenizer.special_id(tokens.IMAGE)
-    config = replace(config, max_position=8192, vision=vision, image_token_id=image_token)
-    model = CausalEncoderDecoder(config, dtype=torch.float32)
+    model = CausalEncoderDecoder(replace(config, **changes), dtype=torch.float32)
     init_weights(model, seed)
     if std is not None:
         with torch.no_grad():
             model.head.weight.normal_(0, std, generator=torch.Generator().manual_seed(seed))
-    save_model(model, folder / "seeing", companions=read_companions(folder / "tokenizer"))
-    return folder / "seeing"
+    save_model(model, folder / "tiny", companions=read_companions(folder / "tokenizer"))
+    return folder / "tiny"
 
 
-def png(seed, width=12, height=6):
-    """Bytes of a random picture."""
-    generator = torch.Generator().manual_seed(seed)
-    pixels = torch.randint(0, 256, (height, width, 3), generator=generator, dtype=torch.uint8)
-    file = io.BytesIO()
-    Image.frombytes("RGB", (width, height), pixels.numpy().tobytes()).save(file, "PNG")
-    return file.getvalue()
-
-
-def data_url(data, kind="image/png"):
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
-
-
-def image_part(data):
-    return {"type": "image_url", "image_url": {"url": data_url(data)}}
+def make_seeing(folder):
+    """A checkpoint that sees and whose chats are in the prompt format."""
+    tokenizer = make_tokenizer(folder)
+    image = tokenizer.special_id(tokens.IMAGE)
+    sizes = {"max_position": 8192, "vision": VISION, "image_token_id": image}
+    return make_checkpoint(folder, tokenizer, std=0.3, **sizes)
