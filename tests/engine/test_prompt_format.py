@@ -78,11 +78,8 @@ def test_an_answer_that_breaks_off(tokenizer):
         reasoning, content, calls = read(tokenizer, ids[:count])
         assert "so".startswith(reasoning)
         assert "text\n\n<".startswith(content)
-        said = (
-            reasoning,
-            content.rstrip("\n<"),
-            len(calls),
-        )  # what may lead to calls is text at first
+        # What may lead to calls is text where the answer ends with it.
+        said = (reasoning, content.rstrip("\n<"), len(calls))
         assert all(now >= old for now, old in zip(said, before, strict=True))
         before = said
     assert (reasoning, content, calls) == ("so", "text", [*ANSWERS[3].tool_calls])
