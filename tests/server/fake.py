@@ -53,6 +53,10 @@ class FakeBackend:
     async def stop(self, *, drain=True):
         self.is_stopped = True
 
+    @property
+    def is_running(self):
+        return self.is_started and not self.is_stopped
+
     def stats(self):
         return SimpleNamespace(
             queued=0,

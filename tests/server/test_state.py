@@ -27,6 +27,16 @@ def test_health(server):
     assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
 
 
+def test_health_tells_of_an_engine_that_failed(server):
+    server.backend.is_stopped = True
+    try:
+        answer = server.get("/health")
+    finally:
+        server.backend.is_stopped = False
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "no_engine"
+
+
 def test_figures_of_the_engine(server):
     found = figures(server)
     pages = [found[f"openv41_pages_{kind}",] for kind in ("used", "free", "cached")]

@@ -120,6 +120,8 @@ def _add_state(app: FastAPI, service: Service) -> None:
         """Say whether new requests are taken."""
         if service.lifecycle.is_draining:
             raise ApiError(503, "the server is stopping; try another one", code="draining")
+        if not service.backend.is_running:
+            raise ApiError(503, "the engine has stopped; see the server's log", code="no_engine")
         return {"status": "ok"}
 
     @app.get("/metrics", response_class=Response)

@@ -27,6 +27,10 @@ class Backend(Protocol):
     async def stop(self, *, drain: bool = True) -> None:
         """End; requests still running are finished or cancelled."""
 
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are taken."""
+
     def stream(self, request: Request) -> AsyncIterator[Event]:
         """Events of one request; closing the iterator cancels the request."""
 
