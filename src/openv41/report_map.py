@@ -26,7 +26,6 @@ SECTIONS = {
 }
 PENDING = {
     "2.4.3": "the drafter comes with the DSpark part",
-    "2.5": "Muon and the Sinkhorn-balanced update come with the training part",
 }
 
 _SOURCE = re.compile(r"Report (§\d[^\n]*)")

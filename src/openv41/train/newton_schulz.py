@@ -24,8 +24,10 @@ def newton_schulz(
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float64)
     norm = norm.to(torch.promote_types(x.dtype, torch.float32))
     x = (x / norm.clamp_min(torch.finfo(norm.dtype).tiny)).to(x.dtype)
+    x = x.reshape(-1, *x.shape[-2:])
     for first, third, fifth in COEFFICIENTS:
-        square = x @ x.mT
-        x = first * x + (third * square + fifth * square @ square) @ x
+        square = torch.bmm(x, x.mT)
+        both = torch.baddbmm(square, square, square, beta=third, alpha=fifth)
+        x = torch.baddbmm(x, both, x, beta=first)
     x = x.mT if rows > columns else x
-    return x.to(matrices.dtype)
+    return x.reshape(matrices.shape).to(matrices.dtype)

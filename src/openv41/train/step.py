@@ -50,7 +50,8 @@ def train_step(
     if packed.pixels is not None:
         assert model.vision is not None, "images for a model without a vision encoder"
         embeds = model.vision(scale_pixels(packed.pixels.to(device)), packed.grids)
-    out = model(Batch.packed(ids, packed.lengths, embeds))
+    batch = Batch.packed(ids, packed.lengths, embeds)
+    out = model(batch, recompute=config.activation_checkpointing)
     learned = packed.learned(model.config.image_token_id if config.learn_image_tokens else None)
     rows, targets = next_tokens(ids, packed.lengths, learned)
     loss = backward(model, out.hidden, rows, targets)
