@@ -53,11 +53,13 @@ prove: $(READY)
 	@echo "==> Long proofs; figures go to benchmarks/results/prove.jsonl"
 	@$(BIN)/python -m pytest -o addopts= --import-mode=importlib --strict-markers -m prove
 
-$(PEERS_READY): tests/peers/requirements.txt tests/peers/peers.txt
+$(PEERS_READY): tests/peers/requirements.txt tests/peers/peers.txt tests/peers/optional.txt
 	@echo "==> Installing the peers into .peers (own environment, a few minutes)"
 	@[ -x .peers/bin/python ] || $(PYTHON) -m venv .peers
 	.peers/bin/python -m pip install --disable-pip-version-check -r tests/peers/requirements.txt
 	.peers/bin/python -m pip install --disable-pip-version-check --no-deps -r tests/peers/peers.txt
+	.peers/bin/python -m pip install --disable-pip-version-check --no-deps -r tests/peers/optional.txt || \
+	  echo "==> These do not install here and are left out: tests/peers/optional.txt" >&2
 	@touch $@
 
 peers: $(PEERS_READY)

@@ -21,23 +21,20 @@ def read(name: str) -> list[dict[str, object]]:
 
 
 def peers() -> list[tuple[str, ...]]:
-    """Own and mlx-vlm's medians, and what they make."""
-    rows = [("case", "openv41, ms", "mlx-vlm, ms", "ratio")]
+    """Tokens per second and peak memory of each, and the ratios of their times to ours."""
+    rows = [("case", "implementation", "ms", "tokens/s", "peak MB", "time to ours")]
     lines = read("peers_speed")
-    for goal in lines:
-        if goal.get("peer") != "mlx-vlm" or goal["case"] not in CASES:
+    for line in lines:
+        if line.get("status") != "run" or line["case"] not in CASES:
             continue
-        same = [
-            line
-            for line in lines
-            if all(line.get(key) == goal.get(key) for key in ("case", "tokens", "batch"))
-        ]
-        times = {
-            line["implementation"]: line.get("median_ms") for line in same if "version" in line
-        }
-        name = CASES[str(goal["case"])].format(**goal)
-        ratio = f"{goal['ratio']:.2f}"
-        rows.append((name, f"{times['openv41']:,.1f}", f"{times['mlx-vlm']:,.1f}", ratio))
+        keys = ("case", "tokens", "batch")
+        same = [goal for goal in lines if all(goal.get(key) == line.get(key) for key in keys)]
+        ratios = {goal["peer"]: f"{goal['ratio']:.2f}" for goal in same if "ratio" in goal}
+        name, ms = str(line["implementation"]), float(str(line["median_ms"]))
+        tokens = int(str(line.get("tokens") or line.get("batch") or 1))
+        case = CASES[str(line["case"])].format(**line)
+        rate, memory = f"{tokens * 1e3 / ms:,.1f}", f"{line['peak_mb']:,.0f}"
+        rows.append((case, name, f"{ms:,.1f}", rate, memory, ratios.get(name, "")))
     return rows
 
 

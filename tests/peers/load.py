@@ -8,6 +8,7 @@ MODULES = {
     "openv41": ("tests.peers.our_model", "OurModel"),
     "mlx-vlm": ("tests.peers.mlx_peer", "MlxPeer"),
     "nemo-automodel": ("tests.peers.nemo_peer", "NemoPeer"),
+    "ftllm": ("tests.peers.ftllm_peer", "FtllmPeer"),  # speed only
 }
 PEERS = ("mlx-vlm", "nemo-automodel")
 PARTS = {  # peers of one part: images, prompts

@@ -29,12 +29,17 @@ def write_random(folder, config: ModelConfig, seed=0):
 
 
 def _values(name, shape, generator):
-    """Ones for norms, standard normal embeddings, unit-variance products for matrices."""
+    """Ones for norms, standard normal embeddings, unit-variance products for matrices.
+
+    Engram tables hold FP8 values, so that they can be written either way.
+    """
     if "norm" in name or name.endswith(("q_weight", "k_weight")):
         return torch.ones(shape)
     if len(shape) == 1:
         return torch.zeros(shape) + (0.5 if name.endswith("_scale") else 0.0)
     drawn = torch.randn(shape, generator=generator)
+    if "engram.embed" in name:
+        return drawn.to(torch.float8_e4m3fn).float()
     return drawn if "embed" in name else drawn / math.sqrt(shape[-1])
 
 

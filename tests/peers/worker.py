@@ -1,6 +1,7 @@
 """One implementation in a process of its own: reads commands as JSON lines, answers likewise.
 
-Run by tests.peers.speed. stdout belongs to the protocol; whatever a library prints goes to stderr.
+Run by tests.peers.speed. stdin and stdout belong to the protocol; whatever a library prints goes
+to stderr.
 """
 
 import json
@@ -17,6 +18,8 @@ def main(name, folder, threads):
     """Load, then serve until stdin ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    commands = os.fdopen(os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # ftllm waits for a key after an error
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     kind, version, cases = implementation(name)
@@ -24,9 +27,9 @@ def main(name, folder, threads):
     answer = {"version": version, "cases": cases, "loaded_mb": _memory("VmRSS"), "threads": threads}
     while True:
         answers.write(json.dumps(answer) + "\n")
-        line = sys.stdin.readline()
+        line = commands.readline()
         if not line:
-            return
+            os._exit(0)  # ftllm's threads go on, and crash while the interpreter ends
         answer = _serve(model, json.loads(line))
 
 
@@ -38,6 +41,7 @@ def _serve(model, command):
     if command["do"] == "check":
         return _check_decode(model, command["ids"], command["save"])
     ids, case = command["ids"], command["case"]
+    ms = None
     begin = time.perf_counter()
     if case == "forward":
         result = model.logits(ids)
@@ -46,10 +50,11 @@ def _serve(model, command):
     elif case == "prefill":
         result = model.serve_prompt(ids)
     elif case == "decode_batch":
-        result = model.batch_step(ids)
+        ms = model.batch_step(ids)  # the peer's own measure, or None
     else:
         result = model.train_step(ids)
-    ms = (time.perf_counter() - begin) * 1e3
+    if ms is None:
+        ms = (time.perf_counter() - begin) * 1e3
     if command.get("save"):
         torch.save(result, command["save"])
     return {"ms": ms}
