@@ -34,12 +34,12 @@ def train(data: Path, images: Path, seed: int, *, modality_biases: bool) -> list
     """Train once; returns the records of all steps."""
     values = {**SETTINGS, "seed": seed, "modality_biases": str(modality_biases).lower()}
     words = [f"{key}={value}" for key, value in values.items()]
-    model, config, token_map = configure("tiny", data, words, images=True)
+    model, stages, token_map = configure("tiny", data, words, images=True)
     records: list[StepRecord] = []
     with tempfile.TemporaryDirectory() as folder:
         run = Run(
             model=model,
-            train=config,
+            stages=stages,
             token_map=token_map,
             data=data,
             heldout=None,

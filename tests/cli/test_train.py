@@ -43,21 +43,21 @@ def test_train_writes_a_model_of_its_tokenizer(data, tmp_path):
     assert result.exit_code == 0, result.stderr
     assert result.stdout == f"{out / 'checkpoint'}\n"
     assert "2 steps, 64 tokens" in result.stderr
-    assert "step 2/2  loss 5." in result.stderr
+    assert "pretrain 2/2  loss 5." in result.stderr
     assert "bits/byte" in result.stderr
     model = load_model(out / "checkpoint")
     assert model.config.vocab_size == load_tokenizer(data).vocab_size == 270
     assert (model.config.hidden_size, model.config.moe.num_experts) == (16, 4)
     assert model.config.engram.compressed_vocab_size == int(model.token_map.max()) + 1
     run = json.loads((out / "run.json").read_text())
-    assert run["train"]["optimizer"]["lr"] == 3e-4
+    assert run["stages"]["pretrain"]["optimizer"]["lr"] == 3e-4
     again = invoke(data, out)
     assert again.exit_code == 2
     assert "holds a run already; add --resume" in again.stderr
     other = invoke(data, out, "--resume", settings=(*SMALL, "seed=9"))
     assert other.exit_code == 2
     assert "heldout: the run has '" in other.stderr
-    assert "train.seed: the run has 0, now it is 9" in other.stderr
+    assert "stages.pretrain.seed: the run has 0, now it is 9" in other.stderr
     resumed = invoke(data, out, "--heldout", str(data), "--resume")
     assert resumed.exit_code == 0, resumed.stderr
     assert "from step 2" in resumed.stderr

@@ -12,6 +12,7 @@ from openv41.presets import with_vocabulary
 from openv41.train.config import TrainConfig
 from openv41.train.loop import Run
 from openv41.train.metrics import LOG_FILE
+from openv41.train.stages import Stage
 from tests.layers.mini import mini_config
 
 SETTINGS = {
@@ -51,7 +52,7 @@ def mini_run(shards, out, *, heldout=None, **changes):
     )
     return Run(
         model=config,
-        train=TrainConfig(**{**SETTINGS, **changes}),
+        stages=(Stage(name="pretrain", train=TrainConfig(**{**SETTINGS, **changes})),),
         token_map=token_map_for(shards.folder, config),
         data=shards.folder,
         heldout=heldout,
@@ -65,3 +66,9 @@ def read_log(folder):
     lines = (folder / LOG_FILE).read_text().splitlines()
     records = [json.loads(line) for line in lines]
     return [{k: v for k, v in record.items() if k != "tokens_per_second"} for record in records]
+
+
+def changed(run, **changes):
+    """The run with other settings in its one stage."""
+    [stage] = run.stages
+    return replace(run, stages=(replace(stage, train=replace(stage.train, **changes)),))

@@ -21,7 +21,7 @@ from openv41.train.image_samples import ImagePart, Sample, TextPart, Turn
 from openv41.train.image_shards import ImageShards, prepare_image_shards
 from openv41.train.loop import Trainer
 from openv41.train.token_shards import prepare_shards
-from tests.train.runs import mini_run, read_log
+from tests.train.runs import changed, mini_run, read_log
 
 VISION = VisionConfig(
     num_layers=1,
@@ -156,7 +156,7 @@ def run(text_files, tokenizer, shards, tmp_path_factory):
     base = mini_run(text, folder / "out", batch_tokens=96, sequence_length=16, image_share=0.67)
     image = tokenizer.special_id(IMAGE)
     model = replace(base.model, vision=VISION, image_token_id=image)
-    return replace(base, model=model, images=shards.folder, train=replace(base.train, tokens=576))
+    return changed(replace(base, model=model, images=shards.folder), tokens=576)
 
 
 def test_a_run_learns_from_both(run, tmp_path):

@@ -13,12 +13,13 @@ from openv41.io.checkpoint import load_model
 from openv41.io.tokenizer import load_tokenizer
 from openv41.layers.batch import Batch
 from openv41.train.checkpoint import FOLDER
+from openv41.train.config import OptimizerConfig
 from openv41.train.data import bits_per_byte, evaluation_windows
 from openv41.train.evaluate import HeldOut, pack
 from openv41.train.loop import StoppedError, Trainer
 from openv41.train.step import DivergedError, next_tokens, summed_loss
 from openv41.train.token_shards import TokenShards, prepare_shards
-from tests.train.runs import mini_run, read_log
+from tests.train.runs import changed, mini_run, read_log
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +82,7 @@ def test_indexer_stays_and_everything_else_moves(finished, shards, tmp_path):
 
 def test_training_learns(shards, tmp_path):
     run = mini_run(shards, tmp_path / "out", tokens=16 * 32, warmup_tokens=0)
-    fast = replace(run.train.optimizer, lr=0.1)
-    run = replace(run, train=replace(run.train, optimizer=fast, checkpoint_steps=1000))
+    run = changed(run, optimizer=OptimizerConfig(lr=0.1), checkpoint_steps=1000)
     trainer = Trainer(run, resume=False)
     losses = []
     trainer.fit(lambda record: losses.append(record.loss))

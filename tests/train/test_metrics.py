@@ -13,7 +13,13 @@ ACCUMULATOR = "tensorboard.backend.event_processing.event_accumulator"
 
 def record(step, **changes):
     values = {"loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "balance": BALANCE}
-    return StepRecord(step=step, tokens=step * 64, tokens_per_second=10.0, **{**values, **changes})
+    return StepRecord(
+        step=step,
+        stage="pretrain",
+        tokens=step * 64,
+        tokens_per_second=10.0,
+        **{**values, **changes},
+    )
 
 
 def steps_in(folder):
@@ -28,6 +34,7 @@ def test_one_object_per_step(tmp_path):
     first, second = map(json.loads, (tmp_path / LOG_FILE).read_text().splitlines())
     assert first == {
         "step": 1,
+        "stage": "pretrain",
         "tokens": 64,
         "loss": 2.5,
         "lr": 1e-3,

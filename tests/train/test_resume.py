@@ -12,13 +12,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from openv41.config import NUMERICS
 from openv41.errors import CheckpointError, ConfigError, InputError
 from openv41.train.checkpoint import FOLDER, has_run, load_newest
+from openv41.train.config import OptimizerConfig
 from openv41.train.loop import StoppedError, Trainer
 from openv41.train.metrics import LOG_FILE
+from openv41.train.stages import Stage
 from openv41.train.token_shards import prepare_shards
 from tests.conftest import REPOSITORY
-from tests.train.runs import mini_run, read_log
+from tests.train.runs import changed, mini_run, read_log
 
 CHILD = """
 import sys
@@ -146,17 +149,15 @@ def test_another_run_is_refused_and_the_differences_named(shards, tmp_path, text
     text = tmp_path / "other.txt"
     text.write_text("Other words than those. " * 30)
     other = prepare_shards([text], text_tokenizer, tmp_path / "other")
-    changed = replace(
-        run,
-        data=other.folder,
-        train=replace(run.train, optimizer=replace(run.train.optimizer, lr=0.5)),
-        model=replace(run.model, moe=replace(run.model.moe, route_scale=2.0)),
+    model = replace(run.model, moe=replace(run.model.moe, route_scale=2.0))
+    differing = changed(
+        replace(run, data=other.folder, model=model), optimizer=OptimizerConfig(lr=0.5)
     )
     with pytest.raises(ConfigError, match="cannot be resumed: it is another run: 3") as caught:
-        Trainer(changed, resume=True)
+        Trainer(differing, resume=True)
     message = str(caught.value)
     assert "data: the run has '" in message
-    assert "train.optimizer.lr: the run has 0.001, now it is 0.5" in message
+    assert "stages.pretrain.optimizer.lr: the run has 0.001, now it is 0.5" in message
     assert "model.moe.route_scale: the run has 1.5, now it is 2.0" in message
 
 
@@ -219,3 +220,49 @@ def compare_files(a, b):
         assert names == sorted(f.name for f in (b / folder).iterdir())
         for name in names:
             assert (a / folder / name).read_bytes() == (b / folder / name).read_bytes(), name
+
+
+STAGES = ("pretrain", "posttrain")
+
+
+def two_stages(run):
+    """Two steps with exact caches, three with rounded ones, on longer sequences."""
+    [first] = run.stages
+    train = replace(first.train, tokens=64, checkpoint_steps=100)
+    longer = replace(train, tokens=96, numerics="f32qat", sequence_length=32)
+    both = (train, longer)
+    stages = tuple(Stage(name=n, train=t) for n, t in zip(STAGES, both, strict=True))
+    return replace(run, stages=stages)
+
+
+@pytest.mark.parametrize("stop", [1, 2, 4])
+def test_a_run_goes_on_across_its_stages(shards, tmp_path, stop):
+    """Momenta are kept where the stage changes; a resumed run takes the same steps."""
+    whole = Trainer(two_stages(mini_run(shards, tmp_path / "whole")), resume=False)
+    whole.fit()
+    part = Trainer(two_stages(mini_run(shards, tmp_path / "part")), resume=False)
+    part.run.out.mkdir()
+    for _ in range(stop):
+        part._advance()
+    part.save()
+    resumed = Trainer(part.run, resume=True)
+    assert resumed.stage.name == STAGES[stop >= 2]
+    resumed.fit()
+    want = read_log(tmp_path / "whole")
+    assert read_log(tmp_path / "part") == want[stop:]
+    assert [r["stage"] for r in want] == ["pretrain"] * 2 + ["posttrain"] * 3
+    assert [r["tokens"] for r in want] == [32, 64, 96, 128, 160]
+    assert resumed.model.numerics == NUMERICS["f32qat"]
+    after = whole.model.state_dict()
+    assert all(torch.equal(v, after[n]) for n, v in resumed.model.state_dict().items())
+
+
+def test_a_stage_changes_what_it_says(shards, tmp_path):
+    """The second stage rounds the caches: its losses are others than without it."""
+    run = two_stages(mini_run(shards, tmp_path / "rounded"))
+    Trainer(run, resume=False).fit()
+    exact = replace(run.stages[1], train=replace(run.stages[1].train, numerics="f32"))
+    Trainer(replace(run, out=tmp_path / "exact", stages=(run.stages[0], exact)), resume=False).fit()
+    rounded, plain = read_log(tmp_path / "rounded"), read_log(tmp_path / "exact")
+    assert [r["loss"] for r in rounded[:2]] == [r["loss"] for r in plain[:2]]
+    assert all(a["loss"] != b["loss"] for a, b in zip(rounded[2:], plain[2:], strict=True))

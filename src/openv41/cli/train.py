@@ -15,11 +15,11 @@ from openv41.cli.ui import err, note, show_line
 from openv41.cli.update_rules import show_update_rules
 from openv41.errors import InputError
 from openv41.presets import NAMES
-from openv41.train.config import TrainConfig
 from openv41.train.loop import Report, Run, StoppedError, Trainer
 from openv41.train.malloc import keep_freed_memory
 from openv41.train.metrics import StepRecord
 from openv41.train.recipes import configure, without_data
+from openv41.train.stages import RECIPES, Stage, num_steps, num_tokens
 
 PLAIN_SECONDS = 10.0  # between the lines of a progress that no terminal shows
 
@@ -41,6 +41,9 @@ def train(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Such as optimizer.lr=3e-4."),
     ] = None,
+    stages: Annotated[
+        str, typer.Option(help=f"Stages of the run, of {', '.join(RECIPES)}.")
+    ] = "pretrain",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in OUT.")] = False,
     device: Annotated[str, typer.Option(help="Where to train, such as cpu or cuda.")] = "cpu",
     explain: Annotated[
@@ -57,12 +60,18 @@ def train(
     if place.type == "cpu":
         keep_freed_memory()
         torch.set_flush_denormal(True)  # denormal numbers are slow and mean nothing here
-    model, config, token_map = configure(preset, data, settings or [], images=images is not None)
-    if config.cpu_threads:
-        torch.set_num_threads(config.cpu_threads)
+    model, made, token_map = configure(
+        preset,
+        data,
+        settings or [],
+        stages=[name.strip() for name in stages.split(",")],
+        images=images is not None,
+    )
+    if threads := made[0].train.cpu_threads:
+        torch.set_num_threads(threads)
     run = Run(
         model=model,
-        train=config,
+        stages=made,
         token_map=token_map,
         data=data,
         heldout=heldout,
@@ -73,7 +82,7 @@ def train(
     trainer = Trainer(run, resume=resume)
     note(_describe(trainer))
     try:
-        with _progress(config, trainer.step) as report:
+        with _progress(made, trainer.step) as report:
             folder = trainer.fit(report)
     except StoppedError as stop:
         note(f"{stop}; the same command with --resume goes on")
@@ -82,39 +91,39 @@ def train(
 
 
 def _describe(trainer: Trainer) -> str:
-    config, model = trainer.run.train, trainer.model
+    model = trainer.model
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     kept = sum(p.numel() for p in model.parameters()) - trained
-    tokens = config.num_steps * config.batch_tokens
+    steps, tokens = trainer.num_steps, num_tokens(trainer.run.stages)
     images = ""
     if trainer.images is not None:
-        images = f", {trainer.images.epoch(config.num_steps):.2f} of images"
+        images = f", {trainer.images.epoch(steps):.2f} of images"
     from_step = f", from step {trainer.step:,}" if trainer.step else ""
     return (
         f"{trained:,} parameters to train (the indexer's and the routing biases, {kept:,}, have no "
-        f"gradient); {config.num_steps:,} steps, {tokens:,} tokens, "
-        f"{trainer.batches.epoch(config.num_steps):.2f} epochs of text{images}{from_step}"
+        f"gradient); {steps:,} steps, {tokens:,} tokens, "
+        f"{trainer.batches.epoch(steps):.2f} epochs of text{images}{from_step}"
     )
 
 
 @contextmanager
-def _progress(config: TrainConfig, first_step: int) -> Iterator[Report]:
+def _progress(stages: tuple[Stage, ...], first_step: int) -> Iterator[Report]:
     """Show the steps on stderr: a bar in a terminal, a line now and then elsewhere."""
-    timer = _Timer(config, first_step)
+    timer = _Timer(num_steps(stages), first_step)
     if not err.is_terminal:
         yield lambda record: _plain(record, timer)
         return
     columns = (TextColumn("{task.description}"), BarColumn(20), TimeElapsedColumn())
     with Progress(*columns, console=err) as bar:
-        task = bar.add_task("starting", total=config.num_steps, completed=first_step)
+        task = bar.add_task("starting", total=timer.num_steps, completed=first_step)
         yield lambda record: _move(bar, task, record, timer)
 
 
 class _Timer:
     """Speed and time left of a run, from the steps of this process."""
 
-    def __init__(self, config: TrainConfig, first_step: int) -> None:
-        self.config, self.first_step = config, first_step
+    def __init__(self, num_steps: int, first_step: int) -> None:
+        self.num_steps, self.first_step = num_steps, first_step
         self.start = time.perf_counter()
         self.next_line = 0.0
         self.heldout: float | None = None
@@ -123,13 +132,13 @@ class _Timer:
         """One line about the run."""
         if record.heldout_bits_per_byte is not None:
             self.heldout = record.heldout_bits_per_byte
-        done, steps = record.step - self.first_step, self.config.num_steps
+        done, steps = record.step - self.first_step, self.num_steps
         per_step = (time.perf_counter() - self.start) / done
         minutes, seconds = divmod(round(per_step * (steps - record.step)), 60)
         heldout = "" if self.heldout is None else f"  held-out {self.heldout:.3f} bits/byte"
         return (
-            f"step {record.step:,}/{steps:,}  loss {record.loss:.3f}{heldout}  "
-            f"{self.config.batch_tokens / per_step:,.0f} tokens/s  {minutes}:{seconds:02} left"
+            f"{record.stage} {record.step:,}/{steps:,}  loss {record.loss:.3f}{heldout}  "
+            f"{record.tokens_per_second:,.0f} tokens/s  {minutes}:{seconds:02} left"
         )
 
 
@@ -139,7 +148,7 @@ def _move(bar: Progress, task: TaskID, record: StepRecord, timer: _Timer) -> Non
 
 def _plain(record: StepRecord, timer: _Timer) -> None:
     text, now = timer.text(record), time.perf_counter()
-    last = record.step == timer.config.num_steps
+    last = record.step == timer.num_steps
     if now >= timer.next_line or last or record.heldout_bits_per_byte is not None:
         note(text)
         timer.next_line = now + PLAIN_SECONDS

@@ -26,7 +26,7 @@ from openv41.train.optimizer import Optimizers
 
 FOLDER = "resume"
 KEPT = 2
-FORMAT = "openv41-training-state-3"
+FORMAT = "openv41-training-state-4"
 METADATA_KEY = "state"  # one key, since the library writes several in any order
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def save_state(
     description: Description,
 ) -> Path:
     """Write the state before ``step`` and remove all but the newest files."""
-    tensors = dict(_tensors(model, optimizer))
+    tensors = state_tensors(model, optimizer)
     about = {"format": FORMAT, "step": step, "run": description}
     about["checksum"] = _checksum(about, tensors)
     path = folder / FOLDER / f"step-{step:09}.safetensors"
@@ -117,14 +117,14 @@ def _files(folder: Path) -> list[Path]:
     return sorted((folder / FOLDER).glob("step-*.safetensors"))
 
 
-def _tensors(model: CausalEncoderDecoder, optimizer: Optimizers) -> Iterator[tuple[str, Tensor]]:
+def state_tensors(model: CausalEncoderDecoder, optimizer: Optimizers) -> dict[str, Tensor]:
+    """Everything that the next step depends on: parameters, buffers of optimizers, random state."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    for parameter, name in names.items():
-        yield f"model.{name}", parameter.detach().contiguous()
+    tensors = {f"model.{name}": p.detach().contiguous() for p, name in names.items()}
     for parameter in optimizer.parameters():
         for key, value in optimizer.state(parameter).items():
-            yield f"optimizer.{names[parameter]}.{key}", value.contiguous()
-    yield "rng", torch.get_rng_state()
+            tensors[f"optimizer.{names[parameter]}.{key}"] = value.contiguous()
+    return {**tensors, "rng": torch.get_rng_state()}
 
 
 def _read(path: Path) -> State:

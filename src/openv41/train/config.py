@@ -84,6 +84,7 @@ class TrainConfig:
     modality_biases: bool = True  # text and images have routing biases and loads of their own
     image_share: float = 0.25  # of each batch's tokens, where the run has image-text samples
     learn_image_tokens: bool = False  # also predict the tokens of image spans
+    numerics: Literal["f32", "f32qat"] = "f32"  # f32qat rounds caches as serving does
     activation_checkpointing: bool = False  # keep only the streams between layers
     checkpoint_steps: int = 200
     heldout_steps: int = 200

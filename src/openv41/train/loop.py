@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from openv41.config import ModelConfig, as_dict
+from openv41.config import NUMERICS, ModelConfig, as_dict
 from openv41.errors import ConfigError, DataError, InputError
 from openv41.io.atomic import write_atomic
 from openv41.io.checkpoint import save_model
@@ -32,6 +32,7 @@ from openv41.train.checkpoint import (
     load_newest,
     restore,
     save_state,
+    state_tensors,
 )
 from openv41.train.config import TrainConfig
 from openv41.train.data import TrainingBatches
@@ -40,6 +41,7 @@ from openv41.train.image_batches import ImageBatches
 from openv41.train.image_shards import ImageShards
 from openv41.train.metrics import LOG_FILE, RunLog, StepRecord
 from openv41.train.optimizer import Optimizers
+from openv41.train.stages import Place, Stage, num_steps, place_of
 from openv41.train.step import train_step
 from openv41.train.token_shards import INDEX_FILE, TokenShards
 
@@ -63,7 +65,7 @@ class Run:
     """What a run is made of."""
 
     model: ModelConfig
-    train: TrainConfig
+    stages: tuple[Stage, ...]
     token_map: Int[Tensor, " V"] | None
     data: Path
     heldout: Path | None
@@ -75,7 +77,8 @@ class Run:
         """Everything that the result depends on, as plain values."""
         return {
             "model": as_dict(self.model),
-            "train": as_dict(self.train),
+            "order of stages": ", ".join(stage.name for stage in self.stages),
+            "stages": {stage.name: as_dict(stage.train) for stage in self.stages},
             "data": _data_hash(self.data),
             "heldout": None if self.heldout is None else _data_hash(self.heldout),
             "images": None if self.images is None else _data_hash(self.images),
@@ -92,32 +95,22 @@ class Trainer:
         self.shards = TokenShards(run.data)
         self.tokenizer = load_tokenizer(run.data)
         self.shards.check_tokenizer(self.tokenizer)
-        self.images = self._open_images()
-        room = run.train.image_tokens if self.images is not None else 0
-        self.batches = TrainingBatches(
-            self.shards,
-            sequence_length=run.train.sequence_length,
-            batch_tokens=run.train.batch_tokens - room,
-            seed=run.train.seed,
-        )
-        self.heldout = self._open_heldout()
-        torch.manual_seed(run.train.seed)
-        self.model = CausalEncoderDecoder(run.model, device=run.device, dtype=torch.float32)
-        init_weights(self.model, run.train.seed)
-        if run.token_map is not None:
-            self.model.set_token_map(run.token_map)
-        self.optimizer = Optimizers(self.model, run.train.optimizer)
-        self.step = 0
+        self.step = 0 if state is None else state.step
+        self.num_steps = num_steps(run.stages)
+        first = place_of(run.stages, min(self.step, self.num_steps - 1))
+        seed = run.stages[0].train.seed
+        torch.manual_seed(seed)
+        self._enter(first)
+        init_weights(self.model, seed)
         if state is not None:
             restore(state, self.model, self.optimizer)
-            self.step = state.step
 
     def fit(self, report: Report = lambda _: None) -> Path:
         """Train to the last step and write the model; returns its folder.
 
         SIGINT and SIGTERM end the run after the step at hand with StoppedError.
         """
-        run, steps = self.run, self.run.train.num_steps
+        run, steps = self.run, self.num_steps
         run.out.mkdir(parents=True, exist_ok=True)
         write_atomic(run.out / RUN_FILE, json.dumps(self.description, indent=2).encode() + b"\n")
         with RunLog(run.out, self.step) as writer, _stop_signals() as stopped:
@@ -126,7 +119,7 @@ class Trainer:
                 writer.add(record)
                 report(record)
                 last = self.step == steps
-                if stopped or last or self.step % run.train.checkpoint_steps == 0:
+                if stopped or last or self.step % self.train.checkpoint_steps == 0:
                     self.save()
                 if stopped and not last:
                     raise StoppedError(stopped[0], self.step)
@@ -138,20 +131,29 @@ class Trainer:
         """Write a checkpoint of the run."""
         save_state(self.run.out, self.model, self.optimizer, self.step, self.description)
 
+    @property
+    def train(self) -> TrainConfig:
+        """Settings of the stage at hand."""
+        return self.stage.train
+
     def _advance(self) -> StepRecord:
         """Run one step, and the held-out text where it is due."""
-        train, start = self.run.train, time.perf_counter()
-        packed = self.batches.batch(self.step)
+        place = place_of(self.run.stages, self.step)
+        if place.stage is not self.stage:
+            self._change(place)
+        train, start = self.train, time.perf_counter()
+        packed = self.batches.batch(place.step)
         if self.images is not None:
-            packed = packed.beside(self.images.batch(self.step))
-        result = train_step(self.model, self.optimizer, packed, train, self.step)
+            packed = packed.beside(self.images.batch(place.step))
+        result = train_step(self.model, self.optimizer, packed, train, place.step)
         seconds = time.perf_counter() - start
         self.step += 1
-        due = self.step % train.heldout_steps == 0 or self.step == train.num_steps
+        due = self.step % train.heldout_steps == 0 or place.is_last
         score = self.heldout.score(self.model) if self.heldout is not None and due else None
         return StepRecord(
             step=self.step,
-            tokens=self.step * train.batch_tokens,
+            stage=place.stage.name,
+            tokens=place.tokens + train.batch_tokens,
             loss=result.loss,
             lr=result.lr,
             grad_norm=result.grad_norm,
@@ -160,6 +162,32 @@ class Trainer:
             tokens_per_second=train.batch_tokens / seconds,
             heldout_bits_per_byte=score,
         )
+
+    def _enter(self, place: Place) -> None:
+        """Open the data of a stage, and make a model and optimizers for it, yet without values."""
+        self.stage, run, seed = place.stage, self.run, place.stage.train.seed + place.number
+        self.images = self._open_images(seed)
+        room = self.train.image_tokens if self.images is not None else 0
+        self.batches = TrainingBatches(
+            self.shards,
+            sequence_length=self.train.sequence_length,
+            batch_tokens=self.train.batch_tokens - room,
+            seed=seed,
+        )
+        self.heldout = self._open_heldout()
+        numerics = NUMERICS[self.train.numerics]
+        self.model = CausalEncoderDecoder(
+            run.model, numerics, device=run.device, dtype=torch.float32
+        )
+        if run.token_map is not None:
+            self.model.set_token_map(run.token_map)
+        self.optimizer = Optimizers(self.model, self.train.optimizer)
+
+    def _change(self, place: Place) -> None:
+        """Go on with the next stage: the same parameters and momenta, other settings."""
+        state = State(self.step, {}, state_tensors(self.model, self.optimizer))
+        self._enter(place)
+        restore(state, self.model, self.optimizer)
 
     def _find_state(self, *, resume: bool) -> State | None:
         out = self.run.out
@@ -185,19 +213,19 @@ class Trainer:
             raise ConfigError(f"{out} cannot be resumed: it is another run", problems)
         return state
 
-    def _open_images(self) -> ImageBatches | None:
+    def _open_images(self, seed: int) -> ImageBatches | None:
         if self.run.images is None:
             return None
-        vision, train = self.run.model.vision, self.run.train
+        vision, train = self.run.model.vision, self.train
         assert vision is not None, "images for a model without a vision encoder"
         shards = ImageShards(self.run.images)
         shards.check(self.tokenizer, vision)
-        return ImageBatches(shards, bin_tokens=train.image_tokens, seed=train.seed)
+        return ImageBatches(shards, bin_tokens=train.image_tokens, seed=seed)
 
     def _open_heldout(self) -> HeldOut | None:
         if self.run.heldout is None:
             return None
-        shards, train = TokenShards(self.run.heldout), self.run.train
+        shards, train = TokenShards(self.run.heldout), self.train
         shards.check_tokenizer(self.tokenizer)
         return HeldOut(
             shards,

@@ -1,8 +1,8 @@
 """What a run writes down: one JSON object per step in ``log.jsonl``, and TensorBoard's events.
 
-Keys of a step: ``step`` (the first is 1), ``tokens`` seen so far, ``loss`` in nats per token,
-``lr`` before the groups' factors, ``grad_norm`` before clipping, ``balance`` of text and of image
-tokens (see train/balance.py), ``image_tokens`` of this step, ``tokens_per_second``, and at
+Keys of a step: ``step`` (the first is 1), ``stage``, ``tokens`` seen so far, ``loss`` in nats per
+token, ``lr`` before the groups' factors, ``grad_norm`` before clipping, ``balance`` of text and of
+image tokens (see train/balance.py), ``image_tokens`` of this step, ``tokens_per_second``, and at
 intervals ``heldout_bits_per_byte``.
 """
 
@@ -29,6 +29,7 @@ class StepRecord:
     """One line of the log."""
 
     step: int
+    stage: str
     tokens: int
     loss: float
     lr: float
@@ -59,7 +60,7 @@ class RunLog:
         self._file.flush()
         if self._events is not None:
             for key, value in _flat(values):
-                if key not in ("step", "tokens"):
+                if key not in ("step", "stage", "tokens"):
                     self._events.add_scalar(key, value, record.step)
 
     def __enter__(self) -> "RunLog":

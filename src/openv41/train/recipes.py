@@ -1,6 +1,6 @@
 """From a preset and its settings to the model and the run. Report §2.5."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from openv41.presets import preset, with_vocabulary
 from openv41.prompt.tokens import IMAGE
 from openv41.train.config import OptimizerConfig, TrainConfig
 from openv41.train.overrides import apply_settings, field_paths, parse_settings, unknown_path
+from openv41.train.stages import RECIPES, Stage, check_names
 
 FROM_TOKENIZER = ("vocab_size", "engram.compressed_vocab_size")
 NO_TOKEN = 129264  # the released image token, outside any small vocabulary
@@ -23,13 +24,20 @@ TABLE_ROWS = "engram.num_embeddings"  # follows from the other Engram settings
 
 
 def configure(
-    name: str, data: Path, settings: Iterable[str], *, images: bool = False
-) -> tuple[ModelConfig, TrainConfig, Int[Tensor, " V"] | None]:
+    name: str,
+    data: Path,
+    settings: Iterable[str],
+    *,
+    stages: Sequence[str] = ("pretrain",),
+    images: bool = False,
+) -> tuple[ModelConfig, tuple[Stage, ...], Int[Tensor, " V"] | None]:
     """Model and run of a preset: first the tokenizer, then its token map, then the settings.
 
-    ``settings`` are ``key=value`` words; those of the model start with ``model.``. The
-    drafter is left out, and so is the vision encoder unless there are ``images`` to train on.
+    ``settings`` are ``key=value`` words; those of the model start with ``model.``, those of one
+    stage with its name, and all others are the base of every stage. The drafter is left out, and
+    so is the vision encoder unless there are ``images`` to train on.
     """
+    check_names(stages)
     tokenizer = load_tokenizer(data)
     num_classes = len(set(compress_vocabulary(tokenizer.backend)))
     model = _with_images(preset(name), name, tokenizer) if images else _text_only(preset(name))
@@ -37,14 +45,28 @@ def configure(
     model = with_vocabulary(
         model, vocab_size=tokenizer.vocab_size, compressed_vocab_size=num_classes
     )
-    model, train = _apply(changes, model, TrainConfig())
-    if train.sequence_length > model.max_position:
-        problem = (
-            f"sequence_length is {train.sequence_length}, the model allows {model.max_position} "
-            "(model.max_position)"
-        )
-        raise ConfigError("train", [problem])
-    return model, train, token_map_for(data, model) if model.engram else None
+    model, base = _apply(_common(changes), model, TrainConfig())
+    made = tuple(_stage(stage, base, changes) for stage in stages)
+    problems = [
+        f"{stage.name}.sequence_length is {stage.train.sequence_length}, the model allows "
+        f"{model.max_position} (model.max_position)"
+        for stage in made
+        if stage.train.sequence_length > model.max_position
+    ]
+    if problems:
+        raise ConfigError("train", problems)
+    return model, made, token_map_for(data, model) if model.engram else None
+
+
+def _common(changes: Mapping[str, str]) -> dict[str, str]:
+    return {k: v for k, v in changes.items() if k.partition(".")[0] not in RECIPES}
+
+
+def _stage(name: str, base: TrainConfig, changes: Mapping[str, str]) -> Stage:
+    """A stage's recipe over the base, with the settings that start with its name."""
+    prefix = f"{name}."
+    own = {k.removeprefix(prefix): v for k, v in changes.items() if k.startswith(prefix)}
+    return Stage(name=name, train=apply_settings(RECIPES[name](base), own, prefix=prefix))
 
 
 def without_data(name: str, settings: Iterable[str]) -> tuple[ModelConfig, OptimizerConfig]:

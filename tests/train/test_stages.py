@@ -1,0 +1,67 @@
+"""Stages: which step stands where, what a recipe changes, and what is refused."""
+
+import pytest
+
+from openv41.errors import ConfigError
+from openv41.train.config import OptimizerConfig, TrainConfig
+from openv41.train.stages import (
+    RECIPES,
+    Stage,
+    check_names,
+    num_steps,
+    num_tokens,
+    place_of,
+)
+
+BASE = TrainConfig(
+    tokens=1000,
+    sequence_length=10,
+    batch_tokens=50,
+    warmup_tokens=100,
+    hold_tokens=200,
+    optimizer=OptimizerConfig(lr=0.5),
+)
+
+
+def test_places_by_hand():
+    stages = tuple(
+        Stage(name=n, train=TrainConfig(tokens=t, sequence_length=10, batch_tokens=b, **ZERO))
+        for n, t, b in (("pretrain", 65, 20), ("posttrain", 40, 40))
+    )
+    assert (num_steps(stages), num_tokens(stages)) == (4, 100)
+    found = [place_of(stages, step) for step in range(4)]
+    assert [(p.number, p.step, p.tokens) for p in found] == [
+        (0, 0, 0),
+        (0, 1, 20),
+        (0, 2, 40),
+        (1, 0, 60),
+    ]
+    assert [p.is_last for p in found] == [False, False, True, True]
+    with pytest.raises(AssertionError, match="behind the end"):
+        place_of(stages, 4)
+
+
+ZERO = {"warmup_tokens": 0}
+
+
+def test_recipes_change_what_they_say():
+    assert RECIPES["pretrain"](BASE) == BASE
+    extended = RECIPES["extend"](BASE)
+    assert (extended.sequence_length, extended.batch_tokens, extended.tokens) == (40, 80, 100)
+    assert (extended.optimizer.lr, extended.final_lr_factor) == (0.05, 1.0)
+    after = RECIPES["posttrain"](BASE)
+    assert (after.numerics, after.tokens, after.optimizer.lr) == ("f32qat", 100, 0.05)
+    assert after.warmup_tokens == after.hold_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([], "no stage is named; choose from pretrain, extend, posttrain"),
+        (["pretrain", "midtrain"], "there is no stage 'midtrain'"),
+        (["pretrain", "pretrain"], "stage 'pretrain' occurs twice"),
+    ],
+)
+def test_names_that_do_not_work(names, message):
+    with pytest.raises(ConfigError, match=message):
+        check_names(names)
