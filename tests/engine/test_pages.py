@@ -42,12 +42,27 @@ def test_too_many_pages_take_nothing():
     assert sorted(held + allocator.take(3)) == [0, 1, 2, 3]
 
 
+def test_references_of_caches_are_counted_apart():
+    allocator = PageAllocator(3)
+    first, second = allocator.take(2)
+    for page in (first, first, second):
+        allocator.cache(page)
+    assert (allocator.num_cached, allocator.references(first)) == (2, 3)
+    assert not allocator.is_only_cached(first)
+    allocator.release([first])
+    assert allocator.is_only_cached(first)
+    assert [allocator.uncache(first) for _ in range(2)] == [False, True]
+    assert not allocator.uncache(second), "the one who took it holds it"
+    assert (allocator.num_cached, allocator.free) == (0, 2)
+
+
 @pytest.mark.parametrize(
     ("misuse", "text"),
     [
         (lambda a: a.release([0, 0]), "page 0 is released, but nobody holds it"),
         (lambda a: a.share([1]), "page 1 is shared, but nobody holds it"),
         (lambda a: a.release([2]), "page 2 does not exist, there are 2"),
+        (lambda a: a.uncache(0), "page 0 is uncached, but no cache holds it"),
         (lambda a: a.references(-1), "page -1 does not exist"),
         (lambda a: a.take(-1), "cannot take -1 pages"),
     ],

@@ -174,6 +174,23 @@ def test_what_a_bounded_replay_computes_is_not_shared_with_exact_requests(model)
     assert third.cached_tokens == len(longer) + 8
 
 
+def test_pages_of_exact_and_approximate_prefixes_make_room(model):
+    """What both trees hold is one page, and free for a request that needs it."""
+    engine = engine_of(model, mode=PrefillMode.BOUNDED, cache={"num_pages": 24})
+    for seed in range(5):
+        text = random_ids(22, seed=seed)
+        for _ in range(2):
+            ask(engine, text, 4)
+    stats = engine.stats()
+    assert stats.pages_cached == stats.pages_used <= 24, "no request runs"
+    assert engine.prefixes.can_make_room(24 - stats.pages_free)
+    answer, _ = ask(engine, random_ids(17, seed=9), 60)
+    assert len(answer.tokens) == 60
+    assert engine.stats().preemptions == 0
+    engine.prefixes.make_room(24)
+    assert engine.store.allocator.free == 24
+
+
 def test_without_a_page_for_the_partly_known_one_rows_are_exact(model, monkeypatch):
     """A bounded request that starts anew after all is no approximation."""
     engine = engine_of(model, mode=PrefillMode.BOUNDED)

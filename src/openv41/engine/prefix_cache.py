@@ -6,7 +6,9 @@ rows, and what is computed after such a replay goes into a tree of its own.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -46,8 +48,8 @@ class PrefixCache:
         self.hit_tokens = 0
 
     def __len__(self) -> int:
-        """Pages that the cache holds."""
-        return len(self._exact) + len(self._approximate)
+        """Pages that the cache holds; one that both trees hold is one."""
+        return self._store.allocator.num_cached
 
     def adopt(self, job: Job, *, reuse: bool) -> None:
         """Let an open, empty request continue from the longest known prefix of its tokens."""
@@ -82,8 +84,12 @@ class PrefixCache:
 
     def can_make_room(self, count: int) -> bool:
         """Whether ``make_room`` would free that many."""
-        found = self._approximate.evictable(count)
-        return found + self._exact.evictable(count - found) >= count
+        pages = chain(self._approximate.evictable(), self._exact.evictable())
+        dropped: Counter[int] = Counter()
+        while count > 0 and (page := next(pages, None)) is not None:
+            dropped[page] += 1
+            count -= dropped[page] == self._store.allocator.references(page)
+        return count <= 0
 
     def make_room_for(self, job: Job, count: int) -> None:
         """Free pages, those of the job's own prefix last, so that ``count`` of its tokens fit."""

@@ -55,8 +55,8 @@ class PrefixTree:
     """Remembers which pages hold the state of which prefix, token by token.
 
     Keys of positions are token ids or any other hashable (an image's content). The tree holds one
-    reference to each of its pages; a caller that uses the pages of a match shares them before the
-    next call. Not for several threads at a time.
+    reference to each of its pages, as another tree may; a caller that uses the pages of a match
+    shares them before the next call. Not for several threads at a time.
     """
 
     def __init__(
@@ -113,37 +113,33 @@ class PrefixTree:
             self._order.move_to_end(used)
         return node
 
-    def evictable(self, up_to: int) -> int:
-        """Count the pages that ``evict`` would free, at most ``up_to``."""
-        count = 0
+    def evictable(self) -> Iterator[int]:
+        """Yield the pages that ``evict`` would let go of, in that order."""
         kept: set[Node] = set()
         for node in self._order:
-            if count >= up_to:
-                break
             assert node.page is not None, f"a node that ends at {node.end} is kept without a page"
             if node in kept:
                 continue
-            if self._allocator.references(node.page) == 1:
-                count += 1
+            if self._allocator.is_only_cached(node.page):
+                yield node.page
                 continue
             for above in node.path():
                 if above in kept:
                     break
                 kept.add(above)
-        return count
 
     def evict(self, count: int) -> int:
         """Free up to ``count`` pages, least recently used prefixes first; return how many.
 
-        Pages that others hold stay, and so does the prefix before them: both count as used now.
+        A page that another tree holds too is let go of, and free once that tree does the same.
+        Pages that requests hold stay, and so does the prefix before them: both count as used now.
         """
         freed = 0
         kept: dict[Node, None] = {}
         while freed < count and self._order and (node := next(iter(self._order))) not in kept:
             assert node.page is not None, f"a node that ends at {node.end} is kept without a page"
-            if self._allocator.references(node.page) == 1:
-                self._drop(node)
-                freed += 1
+            if self._allocator.is_only_cached(node.page):
+                freed += self._drop(node)
                 continue
             for above in node.path():
                 if above in kept:
@@ -155,7 +151,9 @@ class PrefixTree:
 
     def clear(self) -> None:
         """Forget everything; pages that nobody else holds become free."""
-        self._allocator.release([node.page for node in self._order if node.page is not None])
+        for node in self._order:
+            if node.page is not None:
+                self._allocator.uncache(node.page)
         self._order.clear()
         self._snapshots.clear()
         self._root.children.clear()
@@ -217,7 +215,7 @@ class PrefixTree:
 
     def _add(self, parent: Node, keys: Keys, page: int) -> Node:
         """Append a new page."""
-        self._allocator.share([page])
+        self._allocator.cache(page)
         node = Node(keys, parent.end + len(keys), parent, page)
         parent.children[keys[0]] = node
         self._order[node] = None
@@ -226,20 +224,20 @@ class PrefixTree:
     def _refill(self, node: Node, keys: Keys, page: int) -> Node:
         """Put ``page``, which holds ``keys`` more, in the place of a partly filled page."""
         assert node.page is not None, f"no page to replace at {node.end}"
-        self._allocator.share([page])  # first: it may be the same page, filled further
-        self._allocator.release([node.page])
+        self._allocator.cache(page)  # first: it may be the same page, filled further
+        self._allocator.uncache(node.page)
         node.keys += keys
         node.end += len(keys)
         node.page = page
         return node
 
-    def _drop(self, node: Node) -> None:
-        """Release the page of a leaf and take the leaf out of the tree."""
+    def _drop(self, node: Node) -> bool:
+        """Take a leaf out of the tree; return whether that freed its page."""
         page, parent = node.page, node.parent
         assert not node.children, f"the node that ends at {node.end} is not a leaf"
         assert page is not None, f"the leaf that ends at {node.end} has no page"
         assert parent is not None, "the root is not to be dropped"
-        self._allocator.release([page])
+        is_free = self._allocator.uncache(page)
         del self._order[node]
         self._snapshots.pop(node, None)
         del parent.children[node.keys[0]]
@@ -248,6 +246,7 @@ class PrefixTree:
             only.keys = parent.keys + only.keys
             only.parent = parent.parent
             parent.parent.children[only.keys[0]] = only
+        return is_free
 
     def _touch(self, nodes: Iterable[Node]) -> None:
         """Mark nodes, and with each all nodes above it, as used just now."""
