@@ -128,3 +128,12 @@ def test_a_request_gives_up_its_pages_and_loses_nothing():
             f"{number}", torch.stack(engine.drawn_from[number]), want, rtol=1e-9, atol=1e-9
         )
     assert_no_page_is_lost(engine)
+
+
+def test_pages_that_no_job_and_no_cache_holds_are_a_fault():
+    """The only job does not give up its pages to itself for ever."""
+    engine = engine_of(arm(torch.float64, bitwise=False), cache={"num_pages": 5})
+    engine.store.allocator.take(2)  # lost
+    with pytest.raises(AssertionError, match="1 pages are missing beside the 3 of the only job"):
+        engine.generate([greedy(random_ids(11), 9)])
+    assert engine.is_idle

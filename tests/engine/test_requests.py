@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from openv41.engine.answering import Collector
 from openv41.engine.constraint import ConstraintError
 from openv41.engine.request import Event, FinishReason, Request
 from openv41.engine.sampler import SamplingConfig
@@ -176,6 +177,34 @@ def test_a_failing_batch_ends_only_the_request_that_fails(model, caplog, late):
     assert "a batch of 3 requests failed" in caplog.text
     engine.prefixes.clear()
     assert engine.store.allocator.free == engine.store.cache.num_pages
+
+
+def test_a_request_that_runs_alone_takes_the_pages_of_those_that_wait_for_it(model, caplog):
+    """After a failed batch; it gave its own up for ever, and the others never had their turn."""
+    engine = engine_of(
+        model, tokens_per_step=4, prefix_cache=False, cache={"num_pages": 14, "max_requests": 4}
+    )
+    forward, counts = engine._forward, []
+
+    def failing(step):
+        if len(step) > 1:
+            counts.append(len(step))
+            if len(counts) == 2:
+                raise RuntimeError("made up")
+        return forward(step)
+
+    engine._forward = failing
+    prompts = [random_ids(n, seed=n) for n in (20, 35, 34)]
+    answers = [Collector() for _ in prompts]
+    for prompt, count, collector in zip(prompts, (8, 15, 21), answers, strict=True):
+        engine.submit(greedy(prompt, count), collector)
+    for _ in range(120):
+        engine.step()
+    assert "requests failed" in caplog.text
+    assert engine.is_idle
+    for prompt, collector in zip(prompts, answers, strict=True):
+        tokens = collector.answer().tokens
+        assert tokens == tuple(plain_logits(model, prompt, tokens).argmax(1).tolist())
 
 
 def test_an_invalid_request_of_several_leaves_none_behind(model):

@@ -2,7 +2,7 @@
 
 Requests that decode come first, one token each; prompts share what the budget leaves, the oldest
 first where it does not divide. When pages run out the youngest request gives up its own and is
-computed again later.
+computed again later; a job that runs alone takes those of the others.
 """
 
 from collections import deque
@@ -106,14 +106,20 @@ class Scheduler:
         return True
 
     def _reserve(self, job: Job, count: int) -> bool:
-        """Reserve pages; take them from the cache, then from the youngest job."""
+        """Reserve pages; take them from the cache, then from the youngest job.
+
+        A job that runs alone never gives way: nobody else would run until it has had its turn.
+        """
         while True:
             missing = self._store.pages_missing(job.number, job.done + count)
             self._prefixes.make_room(max(0, missing - self._store.allocator.free))
             try:
                 self._store.reserve(job.number, job.done + count)
             except OutOfPages:
-                youngest = self.running[-1]
+                others = [other for other in self.running if other is not job]
+                held = len(self._store.pages_of(job.number, job.done))
+                assert others, f"{missing} pages are missing beside the {held} of the only job"
+                youngest = others[-1] if job.is_alone else self.running[-1]
                 self.restart(youngest)
                 self.preemptions += 1
                 if youngest is job:
