@@ -362,6 +362,39 @@ def test_a_broken_disk_still_reads(tmp_path, caplog, monkeypatch):
         assert [read(tier, n) for n in range(8)] == [True] * 4 + [False] * 4
 
 
+def test_a_file_that_is_cut_off_while_open(tmp_path, caplog):
+    """Its records are damaged; no access ends the process."""
+    with open_tier(tmp_path) as tier:
+        for number in range(3):
+            tier.put(key(number), record(number))
+        os.truncate(tmp_path / FILE_NAME, HEADERS + RECORD_BYTES + 1)
+        assert [read(tier, n) for n in range(3)] == [True, False, False]
+        assert len(caplog.messages) == 2
+        tier.put(key(3), record(3))
+        assert read(tier, 3)
+    with open_tier(tmp_path) as tier:
+        assert [read(tier, n) for n in range(4)] == [True, False, False, True]
+
+
+def test_a_disk_that_cannot_be_read(tmp_path, caplog, monkeypatch):
+    def pread(file, count, start):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with open_tier(tmp_path) as tier:
+        tier.put(key(0), record(0))
+        monkeypatch.setattr(os, "pread", pread)
+        assert not read(tier, 0)
+    assert caplog.messages[0] == f"{tmp_path / FILE_NAME}: Input/output error"
+
+
+def test_a_closed_tier_touches_no_file(tmp_path):
+    with open_tier(tmp_path) as tier:
+        tier.put(key(0), record(0))
+    for use in (lambda: tier.get(key(0)), lambda: tier.put(key(1), record(1))):
+        with pytest.raises(AssertionError, match=f"{FILE_NAME} is closed"):
+            use()
+
+
 def test_a_failing_flush_is_reported(tmp_path, caplog, monkeypatch):
     synced = []
     with open_tier(tmp_path) as tier:

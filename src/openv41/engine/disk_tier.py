@@ -1,18 +1,18 @@
-"""The disk tier of the prefix cache: page records in one bounded, memory-mapped file.
+"""The disk tier of the prefix cache: page records in one bounded file.
 
     file  = header (4096 bytes), group, group, ...
     group = 64 slot headers of 64 bytes, then the 64 records of record_bytes bytes each
     slot  = key, generation (a larger one was used later), checksums of the record and of the header
 
-Reads go through the map; writes do not, so that a full disk is an error and not a signal. The
-process may die at any time: a slot's header is cleared before its record is overwritten, and
-written after it. Every checksum is keyed with the fingerprint and the record size.
+The file is read and written, never mapped: a full disk or a file that somebody cuts off would be a
+signal there, and is an error here. The process may die at any time: a slot's header is cleared
+before its record is overwritten, and written after it. Every checksum is keyed with the fingerprint
+and the record size.
 """
 
 import fcntl
 import hashlib
 import logging
-import mmap
 import os
 import struct
 from collections import OrderedDict
@@ -69,7 +69,7 @@ class DiskTier:
         self._index: OrderedDict[bytes, tuple[int, bytes]] = OrderedDict()  # least recent first
         self._free: list[int] = []
         self._generation = 0
-        self._is_writable = True
+        self._is_open = self._is_writable = True
         with ExitStack() as stack:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,6 @@ class DiskTier:
                 stored = self._prepare()
                 size = self._record_start(self._num_slots - 1) + record_bytes
                 os.ftruncate(self._file, size)
-                self._map = stack.enter_context(mmap.mmap(self._file, size, prot=mmap.PROT_READ))
             except OSError as error:
                 raise InputError(
                     f"the disk tier cannot use the folder {folder}: {error.strerror or error}; "
@@ -103,11 +102,11 @@ class DiskTier:
 
     def get(self, key: bytes) -> bytes | None:
         """Read a record and mark it as used; None if there is none, or none that is sound."""
+        assert self._is_open, f"{self._path} is closed"
         if key not in self._index:
             return None
         slot, checksum = self._index[key]
-        start = self._record_start(slot)
-        record = self._map[start : start + self._record_bytes]
+        record = self._read(self._record_start(slot), self._record_bytes)
         if self._digest(key, record) != checksum:
             logger.warning(
                 "%s: record %s is damaged; it is dropped, and computed again",
@@ -123,7 +122,7 @@ class DiskTier:
 
     def put(self, key: bytes, record: bytes | bytearray | memoryview) -> None:
         """Store a record, or mark the one already under this key as used."""
-        assert not self._map.closed, f"{self._path} is closed"
+        assert self._is_open, f"{self._path} is closed"
         data = memoryview(record).cast("B")
         assert len(key) == KEY_BYTES, f"a key has {KEY_BYTES} bytes, got {len(key)}"
         assert data.nbytes == self._record_bytes, (
@@ -146,7 +145,8 @@ class DiskTier:
 
     def close(self) -> None:
         """Flush, and leave the folder to others."""
-        if not self._map.closed:
+        if self._is_open:
+            self._is_open = False
             self.flush()
             self._stack.close()
 
@@ -208,9 +208,13 @@ class DiskTier:
     def _scan(self, stored: int) -> None:
         """Read the slots' headers; only the first ``stored`` bytes of the file are not new."""
         found, lost = [], []
+        headers = b""  # of a group
         for slot in reversed(range(self._num_slots)):
-            start = self._header_start(slot)
-            header = self._map[start : start + _SLOT_BYTES]
+            group, index = divmod(slot, _GROUP_SLOTS)
+            if not headers or index == _GROUP_SLOTS - 1:
+                start = self._header_start(group * _GROUP_SLOTS)
+                headers = self._read(start, _GROUP_HEADER_BYTES).ljust(_GROUP_HEADER_BYTES, b"\0")
+            header = headers[index * _SLOT_BYTES : (index + 1) * _SLOT_BYTES]
             if header == _EMPTY:
                 self._free.append(slot)
                 continue
@@ -251,6 +255,14 @@ class DiskTier:
         _, (slot, _) = self._index.popitem(last=False)
         self._write(self._header_start(slot), _EMPTY)
         return slot
+
+    def _read(self, start: int, count: int) -> bytes:
+        """Read up to ``count`` bytes: fewer where the file ends, none where it cannot be read."""
+        try:
+            return os.pread(self._file, count, start)
+        except OSError as error:
+            logger.warning("%s: %s", self._path, error.strerror or error)
+            return b""
 
     def _write(self, start: int, data: bytes | memoryview) -> None:
         """Write unless writing failed before; the cache goes on without what cannot be stored."""
