@@ -79,7 +79,7 @@ def engine_of(
         prefill=mode,
         **options,
     )
-    return RecordingEngine(model, tokenizer or Letters(), config)
+    return RecordingEngine(model, tokenizer or Letters(), config, fingerprint="mini")
 
 
 def greedy(prompt, max_tokens=5, **options):

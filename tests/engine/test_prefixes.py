@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from openv41.engine.answering import Collector
+from openv41.engine.engine import Engine, EngineConfig
 from openv41.engine.pages import OutOfPages
 from openv41.engine.prefix_tree import PrefixTree
+from openv41.errors import ConfigError, InputError
 from openv41.model.prefill import PrefillMode
 from tests.close import assert_close
-from tests.engine.mini_engine import WINDOW, arm, engine_of, greedy, plain_logits
+from tests.engine.mini_engine import WINDOW, Letters, arm, engine_of, greedy, plain_logits
 from tests.layers.mini import random_ids
 
 LENGTH = 44  # more than the rows of a replay, 9 layers times 3
@@ -157,6 +159,16 @@ def test_a_restart_finds_the_prefix_on_disk(bitwise_model, tmp_path, caplog):
     assert answer.cached_tokens == 0, "nothing can follow a page that is lost"
     assert "is damaged" in caplog.text
     assert torch.equal(logits, plain_logits(model, prompt, answer.tokens))
+
+
+def test_the_persistent_tier_needs_to_know_the_weights(model, tmp_path):
+    config = EngineConfig(disk_folder=tmp_path, disk_bytes=1 << 20)
+    with pytest.raises(ConfigError, match="pages of other weights would be taken for this model's"):
+        Engine(model, Letters(), config)
+    engine = engine_of(model, disk_folder=tmp_path, disk_bytes=1 << 20)
+    engine.close()
+    with pytest.raises(InputError, match="the engine is closed; make another one"):
+        ask(engine, random_ids(5))
 
 
 def test_what_a_bounded_replay_computes_is_not_shared_with_exact_requests(model):

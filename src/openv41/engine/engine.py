@@ -80,6 +80,12 @@ class Engine:
         *,
         fingerprint: str = "",
     ) -> None:
+        if config.disk_folder is not None and not fingerprint:
+            problem = (
+                "disk_folder is set but fingerprint is empty, so that pages of other weights would "
+                "be taken for this model's; name the weights, or use Engine.load, which does"
+            )
+            raise ConfigError("engine", [problem])
         self.model, self.tokenizer, self.config = model, tokenizer, config
         weight = model.norm.weight
         self.device = weight.device
@@ -105,6 +111,7 @@ class Engine:
         self.images = ImageCache(model.vision, config.image_cache_bytes)
         self.figures = Figures()
         self.num_tokens = min(tokenizer.vocab_size, model.config.vocab_size)
+        self._is_closed = False
         self._jobs: dict[int, Job] = {}
         self._next = 0
 
@@ -136,6 +143,8 @@ class Engine:
 
     def submit(self, request: Request, sink: Sink) -> int:
         """Queue a request; its events go to ``sink`` from ``step``. Returns its number."""
+        if self._is_closed:
+            raise InputError("the engine is closed; make another one")
         config = self.model.config
         check_room(request, config, self.config.cache)
         spans = find_spans(request.prompt, request.images, config)
@@ -225,7 +234,8 @@ class Engine:
         )
 
     def close(self) -> None:
-        """End every request and put the persistent tier on the disk."""
+        """End every request, take no more, and put the persistent tier on the disk."""
+        self._is_closed = True
         try:
             self.cancel_all()
         finally:
