@@ -7,6 +7,7 @@ import torch
 
 from openv41.config import NUMERICS
 from openv41.engine.paged_store import CacheConfig, PagedStore
+from openv41.errors import InputError
 from openv41.layers.batch import Batch
 from openv41.layers.context import ForwardContext
 from openv41.layers.store import Slot
@@ -126,6 +127,17 @@ def test_reindex_layers_score_the_pool_and_nothing_else(model, monkeypatch):
             assert counts == [0, 0]
         if plan.ratio:
             assert read[60][plan.layer] == read[149][plan.layer] == config.indexer.top_k
+
+
+def test_an_empty_request_is_truncated_to_nothing(model):
+    store = paged(model.config, draft_tokens=8)
+    store.open(0)
+    store.reserve(0, 3)
+    store.truncate(0, 0)
+    assert store.length(0) == 0
+    assert store.allocator.free == store.cache.num_pages
+    with pytest.raises(InputError, match="has 0 positions and can be truncated to 0"):
+        store.truncate(0, 1)
 
 
 def test_truncation_is_exact_as_far_as_drafts_go(model):

@@ -247,7 +247,7 @@ class PagedStore:
     def truncate(self, request: int, position: int) -> None:
         """Forget everything that positions >= ``position`` wrote, up to ``draft_tokens`` back."""
         length, held = self.length(request), self._held[request]
-        high = max(ring.bounds[held.place].high for ring in self._rings_of(held))
+        high = max((ring.bounds[held.place].high for ring in self._rings_of(held)), default=0)
         lowest = max(0, high - self.cache.draft_tokens)
         if not lowest <= position <= length and position != 0:
             raise InputError(
