@@ -1,7 +1,8 @@
 """From an image file to patches: the released resizing, padding and scaling. Report §2.1.1.
 
 Pillow, the extra ``[vision]``, decodes and resizes. An image's size is read from its header and
-checked before its pixels are decoded, so that a small file cannot fill the memory.
+checked before its pixels are decoded, since a file of 100 kB may hold as many as a large one:
+decoding takes up to 8 bytes a pixel, 16 for WEBP (measured; 1 GiB at the default limit).
 """
 
 import hashlib
@@ -26,6 +27,7 @@ GREY = (127, 127, 127)
 HASH_BYTES = 32
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow's others run more code on input
 MAX_PIXELS = 89_478_485  # Pillow warns above, and refuses twice as many
+STRIP_PIXELS = 1 << 20  # of a 16-bit image that are narrowed at once
 _SIXTEEN_BITS = ("I;16", "I;16B", "I;16L", "I;16N")
 _TOO_WIDE = ("F", "I")
 
@@ -87,7 +89,7 @@ def load_image(
     """
     name = name or (str(source) if isinstance(source, Path) else "the image")
     try:
-        from PIL import Image, ImageOps  # noqa: PLC0415 -- an optional extra
+        from PIL import Image, ImageOps, UnidentifiedImageError  # noqa: PLC0415 -- an optional extra
     except ImportError:
         raise ImageError(f"{name}: images need Pillow; pip install 'openv41[vision]'") from None
     data = _read(source, name, limits)
@@ -95,7 +97,8 @@ def load_image(
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             _check_size(image.size, name, limits)
             image.load()
-            return _as_rgb(ImageOps.exif_transpose(image), name)
+            ImageOps.exif_transpose(image, in_place=True)
+            return _as_rgb(image, name)
     except ImageError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
@@ -103,9 +106,11 @@ def load_image(
             f"{name}: has more than the {limits.max_pixels:,} pixels allowed; scale it down"
         ) from None
     except Exception as error:  # decoders of broken files raise almost anything
+        is_known = not isinstance(error, UnidentifiedImageError)  # whose text names an address
+        reason = f" ({type(error).__name__}: {error})" if is_known else ""
         raise ImageError(
-            f"{name}: cannot be read as an image ({type(error).__name__}: {error}); give a "
-            f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]} file"
+            f"{name}: cannot be read as an image{reason}; give a {', '.join(FORMATS[:-1])} or "
+            f"{FORMATS[-1]} file"
         ) from None
 
 
@@ -140,8 +145,9 @@ def _read(source: bytes | Path, name: str, limits: ImageLimits) -> bytes:
         try:
             with source.open("rb") as file:
                 source = file.read(limits.max_bytes + 1)
-        except OSError as error:
-            raise ImageError(f"{name}: cannot be read: {error.strerror}") from None
+        except (OSError, ValueError) as error:  # ValueError: no name of a file
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ImageError(f"{name}: cannot be read: {reason}") from None
     if len(source) > limits.max_bytes:
         raise ImageError(
             f"{name}: has more than the {limits.max_bytes:,} bytes allowed; compress it or scale "
@@ -170,13 +176,18 @@ def _as_rgb(image: "Image.Image", name: str) -> "Image.Image":
     if image.mode in _SIXTEEN_BITS:
         image = _to_8_bits(image)
     image.info.pop("transparency", None)  # a colour that counts as clear stays a colour
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _to_8_bits(image: "Image.Image") -> "Image.Image":
     """Scale 16-bit grey to 8 bits, rounded; Pillow's own conversion clips it."""
     from PIL import Image  # noqa: PLC0415 -- an optional extra
 
-    wide = torch.frombuffer(bytearray(image.convert("I").tobytes()), dtype=torch.int32)
-    narrow = (wide / 257).round().to(torch.uint8)
-    return Image.frombytes("L", image.size, narrow.numpy().tobytes())
+    width, height = image.size
+    narrow, rows = Image.new("L", image.size), max(1, STRIP_PIXELS // width)
+    for top in range(0, height, rows):
+        strip = image.crop((0, top, width, min(top + rows, height))).convert("I")
+        wide = torch.frombuffer(bytearray(strip.tobytes()), dtype=torch.int32)
+        data = (wide / 257).round().to(torch.uint8).numpy().tobytes()
+        narrow.paste(Image.frombytes("L", strip.size, data), (0, top))
+    return narrow
