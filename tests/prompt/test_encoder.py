@@ -5,7 +5,16 @@ import json
 
 import pytest
 
-from openv41.prompt import Conversation, Image, Message, Parameter, PromptError, ToolCall, encode
+from openv41.prompt import (
+    Conversation,
+    Image,
+    Message,
+    Parameter,
+    PromptError,
+    ToolCall,
+    encode,
+    encoder,
+)
 from tests.prompt.format import (
     ASSISTANT,
     BOS,
@@ -29,6 +38,20 @@ S = Message("system", "S")
 
 def render(*messages, **settings):
     return encode(Conversation(messages, **settings)).text
+
+
+def test_neighbours_of_one_turn_are_collected_once(monkeypatch):
+    """Messages are copied a few times each, however many follow one another."""
+    copied = []
+
+    class Counted(encoder._Turn):
+        def __init__(self, role, messages):
+            copied.append(len(messages))
+            super().__init__(role, messages)
+
+    monkeypatch.setattr(encoder, "_Turn", Counted)
+    assert render(*[U, Message("tool", "T")] * 200).count("<tool_result>T</tool_result>") == 200
+    assert sum(copied) <= 2 * 400
 
 
 # Efforts.

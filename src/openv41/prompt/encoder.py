@@ -196,14 +196,14 @@ def _with_tools(conversation: Conversation, has_schema: bool) -> tuple[Message, 
 
 
 def _group(messages: Sequence[Message]) -> list[_Turn]:
-    turns: list[_Turn] = []
+    turns: list[tuple[str, list[Message]]] = []
     for message in messages:
         role = "user" if message.role == "tool" else message.role
-        if role == "user" and turns and turns[-1].role == "user":
-            turns[-1] = _Turn(role, (*turns[-1].messages, message))
+        if role == "user" and turns and turns[-1][0] == "user":
+            turns[-1][1].append(message)
         else:
-            turns.append(_Turn(role, (message,)))
-    return turns
+            turns.append((role, [message]))
+    return [_Turn(role, tuple(found)) for role, found in turns]
 
 
 def _sort_results(turns: Sequence[_Turn]) -> list[_Turn]:
@@ -216,8 +216,9 @@ def _sort_results(turns: Sequence[_Turn]) -> list[_Turn]:
     for turn in turns:
         if turn.messages[0].tool_calls:
             order = {call.id: rank for rank, call in enumerate(turn.messages[0].tool_calls)}
-        results = [message for message in turn.messages if message.role == "tool"]
-        results.sort(key=lambda message: order.get(message.tool_call_id, 0))
-        messages = (results.pop(0) if m.role == "tool" else m for m in turn.messages)
+        found = [message for message in turn.messages if message.role == "tool"]
+        found.sort(key=lambda message: order.get(message.tool_call_id, 0))
+        results = iter(found)
+        messages = [next(results) if m.role == "tool" else m for m in turn.messages]
         out.append(_Turn(turn.role, tuple(messages)))
     return out
