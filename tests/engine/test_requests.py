@@ -207,6 +207,19 @@ def test_a_request_that_runs_alone_takes_the_pages_of_those_that_wait_for_it(mod
         assert tokens == tuple(plain_logits(model, prompt, tokens).argmax(1).tolist())
 
 
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        (("a", ""), "stop holds an empty string; leave it out"),
+        (("a", "b" * 1025), "stop holds a string of 1025 characters, must be at most 1024"),
+    ],
+)
+def test_stop_strings_that_cannot_be(stop, text):
+    with pytest.raises(ConfigError, match=text):
+        greedy([1], stop=stop)
+    greedy([1], stop=("b" * 1024,))
+
+
 def test_an_invalid_request_of_several_leaves_none_behind(model):
     engine = engine_of(model)
     with pytest.raises(ConfigError, match="the prompt holds token 64"):

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openv41.engine import stops as stops_module
 from openv41.engine.stops import TextStream
 from openv41.io.tokenizer import TextTokenizer, train_tokenizer
 
@@ -141,6 +142,14 @@ def test_a_long_stop_string_takes_a_few_steps_per_character():
     text = TextStream(Pieces([long.encode() + b"c"]), [long + "b"])
     assert text.push(0) == long + "c"
     assert text.finish() == ""
+
+
+def test_the_choices_of_a_request_share_their_tables(monkeypatch):
+    grown, grow = [], stops_module._grow
+    monkeypatch.setattr(stops_module, "_grow", lambda *args: grown.append(args[-1]) or grow(*args))
+    for _ in range(128):
+        TextStream(Pieces([]), ["shared " * 9])
+    assert len(grown) == len("shared " * 9) - 1
 
 
 def test_with_a_real_tokenizer(tmp_path):

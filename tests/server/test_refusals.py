@@ -57,6 +57,8 @@ def error_of(answer, status):
         ({"prompt": "a", "logprobs": True}, "logprobs", "valid integer"),
         ({"prompt": "a", "stop": ""}, "stop", "at least 1 character"),
         ({"prompt": "a", "stop": ["b"] * 17}, "stop", "at most 16 items"),
+        ({"prompt": "a", "stop": "b" * 1025}, "stop", "at most 1024 characters"),
+        ({"prompt": "a", "stop": ["b", "b" * 1025]}, "stop", "at most 1024 characters"),
         ({"prompt": "a", "stop_token_ids": [300]}, "stop_token_ids", "token id 300 is outside"),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "'x' is no token id"),
         ({"prompt": "a", "logit_bias": {"300": 1}}, "logit_bias", "token id 300 is outside"),
@@ -404,3 +406,11 @@ def test_limits_are_checked():
         Limits(max_concurrency=0, max_queue=-1)
     with pytest.raises(ConfigError, match="request_seconds is inf, must be at least 0 and finite"):
         Limits(request_seconds=float("inf"))
+
+
+def test_chats_of_too_many_messages(start):
+    server = start(max_messages=3)
+    assert server.post(CHAT, json={"messages": MESSAGES * 3, "max_tokens": 1}).status_code == 200
+    error = error_of(server.post(CHAT, json={"messages": MESSAGES * 4}), 400)
+    assert (error["code"], error["param"]) == ("too_many_messages", "messages")
+    assert error["message"] == "the chat has 4 messages, must be at most 3"

@@ -41,6 +41,7 @@ Queue = Annotated[int, typer.Option(help="Sequences that may wait for that.")]
 PromptTokens = Annotated[int | None, typer.Option(help="Longest prompt; else what fits.")]
 OutputTokens = Annotated[int | None, typer.Option(help="Longest answer; else what fits.")]
 Choices = Annotated[int, typer.Option(help="Prompts times n of one request.")]
+Messages = Annotated[int, typer.Option(help="Messages of one chat.")]
 Images = Annotated[int, typer.Option(help="Images of one chat.")]
 Remote = Annotated[
     bool, typer.Option("--allow-remote-images", help="Fetch images from https URLs.")
@@ -69,6 +70,7 @@ def serve(
     max_prompt_tokens: PromptTokens = None,
     max_output_tokens: OutputTokens = None,
     max_choices: Choices = LIMITS.max_choices,
+    max_messages: Messages = LIMITS.max_messages,
     max_images: Images = LIMITS.max_images,
     allow_remote_images: Remote = False,
     max_body_mib: Body = LIMITS.max_body_bytes >> 20,
@@ -81,6 +83,7 @@ def serve(
         max_prompt_tokens=max_prompt_tokens,
         max_output_tokens=max_output_tokens,
         max_choices=max_choices,
+        max_messages=max_messages,
         max_images=max_images,
         max_concurrency=max_concurrency,
         max_queue=max_queue,

@@ -13,6 +13,8 @@ from openv41.engine.sampler import SamplingConfig
 from openv41.errors import ConfigError
 from openv41.io.image_processor import ProcessedImage
 
+MAX_STOP = 1024  # characters of a stop string: each one's table is made before it can be found
+
 
 class FinishReason(StrEnum):
     """Why a request ended."""
@@ -62,6 +64,10 @@ class Request:
             problems.append(f"max_tokens is {self.max_tokens}, must be at least 1")
         if any(not s for s in self.stop):
             problems.append("stop holds an empty string; leave it out")
+        if (longest := max(map(len, self.stop), default=0)) > MAX_STOP:
+            problems.append(
+                f"stop holds a string of {longest} characters, must be at most {MAX_STOP}"
+            )
         problems += [
             f"{name} is {count}, must be at least 0"
             for name in ("logprobs", "prompt_logprobs")

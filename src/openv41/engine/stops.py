@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Sequence
+from functools import lru_cache
 
 from openv41.io.tokenizer import TextTokenizer
 
@@ -58,15 +59,26 @@ class _StopString:
     def __init__(self, text: str) -> None:
         self.text = text
         self.length = 0  # characters of the stop string at the end of the text
-        self._borders = [0]  # of each beginning, how much of it is also its end
-        for character in text[1:]:
-            self.advance(character)
-            self._borders.append(self.length)
-        self.length = 0
+        self._borders = _borders(text)
 
     def advance(self, character: str) -> bool:
         """Append a character to the text; tell whether the text now ends with the stop string."""
-        while self.length and self.text[self.length] != character:
-            self.length = self._borders[self.length - 1]
-        self.length += self.text[self.length] == character
+        self.length = _grow(self.text, self._borders, self.length, character)
         return self.length == len(self.text)
+
+
+@lru_cache(maxsize=64)  # the choices of a request have their stop strings in common
+def _borders(text: str) -> Sequence[int]:
+    """Of each beginning of a text, how much of it is also its end."""
+    borders, length = [0], 0
+    for character in text[1:]:
+        length = _grow(text, borders, length, character)
+        borders.append(length)
+    return borders
+
+
+def _grow(text: str, borders: Sequence[int], length: int, character: str) -> int:
+    """How much of ``text`` there is at the end once a character follows ``length`` of it."""
+    while length and text[length] != character:
+        length = borders[length - 1]
+    return length + (text[length] == character)

@@ -12,7 +12,8 @@ class Limits:
     max_prompt_tokens: int | None = None  # None: what the model holds
     max_output_tokens: int | None = None
     max_choices: int = 128  # prompts times n of one HTTP request
-    max_images: int = 64  # of one chat
+    max_messages: int = 8192  # of one chat
+    max_images: int = 64  # likewise
     max_concurrency: int = 256  # sequences handed to the engine at once
     max_queue: int = 1024  # sequences that wait for that
     max_body_bytes: int = 16 << 20

@@ -70,6 +70,9 @@ def check_body(body: Sampling, model: ServedModel, limits: Limits) -> None:
             code="too_many_choices",
             param="n",
         )
+    if isinstance(body, ChatBody) and (count := len(body.messages)) > limits.max_messages:
+        text = f"the chat has {count} messages, must be at most {limits.max_messages}"
+        raise ApiError(400, text, code="too_many_messages", param="messages")
 
 
 async def make_plan(

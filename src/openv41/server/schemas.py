@@ -19,6 +19,8 @@ from pydantic import (
     model_validator,
 )
 
+from openv41.engine.request import MAX_STOP
+
 
 def _check_unicode(text: str) -> str:
     try:
@@ -29,7 +31,9 @@ def _check_unicode(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_check_unicode)]
-StopText = Annotated[str, Field(min_length=1)]  # a bounded string is checked anyway
+StopText = Annotated[
+    str, Field(min_length=1, max_length=MAX_STOP)
+]  # a bounded string is checked anyway
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
