@@ -16,7 +16,7 @@ import pytest
 
 from openv41.errors import ImageError
 from openv41.io.image_processor import ImageLimits, load_image, process_image
-from openv41.server.image_loader import FETCHES, ImageLoader, ImageSource
+from openv41.server.image_loader import DECODES, FETCHES, ImageLoader, ImageSource
 from openv41.server.remote import RemoteImages, is_public
 from tests.layers.mini import VISION
 from tests.server.conftest import running
@@ -144,6 +144,37 @@ def test_decoding_leaves_the_event_loop_alone(monkeypatch):
 
     assert asyncio.run(both()) >= 5
     assert threads[0] is not threading.main_thread()
+
+
+def test_few_images_are_decoded_at_once(monkeypatch):
+    """Also where those who asked for them have left."""
+    lock, running, most = threading.Lock(), [], []
+
+    def slow(data, limits, *, name):
+        with lock:
+            running.append(name)
+            most.append(len(running))
+        time.sleep(0.05)
+        with lock:
+            running.remove(name)
+        return load_image(data, limits, name=name)
+
+    monkeypatch.setattr("openv41.server.image_loader.load_image", slow)
+
+    async def many():
+        loader = ImageLoader()
+        loads = [
+            asyncio.create_task(loader.load([ImageSource(str(n), data_url(png(1)))], VISION))
+            for n in range(3 * DECODES)
+        ]
+        await asyncio.sleep(0.02)
+        for load in loads[:DECODES]:
+            load.cancel()
+        await asyncio.gather(*loads, return_exceptions=True)
+
+    asyncio.run(many())
+    assert len(most) >= 2 * DECODES
+    assert max(most) == DECODES
 
 
 # remote

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import binascii
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from openv41.config import VisionConfig
@@ -11,6 +12,7 @@ from openv41.errors import ImageError
 from openv41.io.image_processor import ImageLimits, ProcessedImage, load_image, process_image
 from openv41.server.remote import RemoteImages
 
+DECODES = 2  # at once, of all requests together: the largest images take a GiB each
 FETCHES = 8  # of one request at once; their bytes are all held until they are decoded
 
 
@@ -35,16 +37,18 @@ class ImageLoader:
     ) -> None:
         self._limits = ImageLimits() if limits is None else limits
         self._remote = remote
+        self._decoders = ThreadPoolExecutor(DECODES, thread_name_prefix="image")
 
     async def load(
         self, sources: Sequence[ImageSource], vision: VisionConfig
     ) -> tuple[ProcessedImage, ...]:
         """Read images in their order; raises ImageError, which names the image."""
         loaded = []
+        run = asyncio.get_running_loop().run_in_executor
         for start in range(0, len(sources), FETCHES):
             part = sources[start : start + FETCHES]
             for source, data in zip(part, await self._fetch_all(part), strict=True):
-                loaded.append(await asyncio.to_thread(self._process, source, data, vision))
+                loaded.append(await run(self._decoders, self._process, source, data, vision))
         return tuple(loaded)
 
     async def _fetch_all(self, sources: Sequence[ImageSource]) -> list[bytes | None]:
