@@ -96,3 +96,14 @@ def test_an_effort_that_is_none(tmp_path):
     result = CliRunner().invoke(app, ["chat", str(tmp_path), "--effort", "medium"])
     assert result.exit_code == 2
     assert "must be an integer from 1 to 100 or one of low, high, max" in result.stderr
+
+
+def test_lines_that_cannot_be_read(tmp_path):
+    """They are told, and the conversation goes on."""
+    checkpoint = make_seeing(tmp_path, std=0.3)
+    lines = b"/image a\0b.png\n\xff\xfe hello\n/stats\n/quit\n"
+    result = CliRunner().invoke(app, ["chat", str(checkpoint)], input=lines)
+    assert result.exit_code == 0, result.stderr
+    assert "cannot be read: embedded null byte" in result.stderr
+    assert "the line is not UTF-8 text" in result.stderr
+    assert "0 tokens, 0 of the last prompt's found" in result.stderr

@@ -2,14 +2,15 @@
 
 import json
 import pickle
+import re
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from openv41.errors import CheckpointError
-from openv41.io.atomic import atomic_folder
+from openv41.errors import CheckpointError, InputError
+from openv41.io.atomic import atomic_folder, write_atomic
 from openv41.io.shard_index import INDEX_FILE, ShardSet
 from openv41.io.shards import DTYPES, ShardReader, ShardWriter
 
@@ -226,6 +227,11 @@ def test_no_checkpoint_at_all(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
     with pytest.raises(CheckpointError, match=r"only pickle files \(pytorch_model\.bin\)"):
         ShardSet(tmp_path)
+
+
+def test_a_folder_is_no_file_to_write(tmp_path):
+    with pytest.raises(InputError, match=re.escape(f"{tmp_path} is a folder; name a file")):
+        write_atomic(tmp_path, b"")
 
 
 def content(folder):

@@ -1,5 +1,7 @@
 """``openv41 chat``: a conversation in the terminal."""
 
+import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
 
@@ -49,6 +51,8 @@ def chat(
     engine = Engine.load(
         checkpoint, config=config, numerics=rounding, device=resolve_device(device)
     )
+    if isinstance(sys.stdin, TextIOWrapper):  # else a line that is not UTF-8 takes others with it
+        sys.stdin.reconfigure(errors="surrogateescape")
     note(f"{checkpoint.resolve().name}: {COMMANDS}")
     conversation = begin(engine, settings)
     while (line := _ask()) is not None and line != "/quit":
@@ -76,7 +80,11 @@ def _answer(conversation: TerminalChat, line: str) -> None:
 def _ask() -> str | None:
     """The next line of the user, None at the end."""
     try:
-        return err.input(f"[bold cyan]{escape('> ')}[/]").strip()
+        line = err.input(f"[bold cyan]{escape('> ')}[/]").strip()
     except EOFError:
         note("")
         return None
+    if any("\ud800" <= character <= "\udfff" for character in line):
+        note("the line is not UTF-8 text; write it again")
+        return ""
+    return line

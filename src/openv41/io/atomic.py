@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from openv41.errors import InputError
+
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
@@ -14,6 +16,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
     The data is on the disk before the name changes. If the block fails, ``path`` stays as it was.
     """
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; name a file")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
