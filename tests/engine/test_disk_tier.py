@@ -8,6 +8,7 @@ import signal
 import time
 import warnings
 from contextlib import closing
+from unittest.mock import Mock
 
 import pytest
 
@@ -377,12 +378,9 @@ def test_a_file_that_is_cut_off_while_open(tmp_path, caplog):
 
 
 def test_a_disk_that_cannot_be_read(tmp_path, caplog, monkeypatch):
-    def pread(file, count, start):
-        raise OSError(errno.EIO, "Input/output error")
-
     with open_tier(tmp_path) as tier:
         tier.put(key(0), record(0))
-        monkeypatch.setattr(os, "pread", pread)
+        monkeypatch.setattr(os, "pread", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
         assert not read(tier, 0)
     assert caplog.messages[0] == f"{tmp_path / FILE_NAME}: Input/output error"
 
