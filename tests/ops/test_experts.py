@@ -139,3 +139,58 @@ def test_a_row_of_nan_gets_legal_ids_and_keeps_to_itself():
     got = ops.choose_experts(scores, torch.zeros(3, 5), 2)
     assert got[1].tolist() == [0, 1]
     assert torch.equal(got[[0, 2]], want[[0, 2]])
+
+
+def balance_case(lengths, E=5, A=2):
+    scores = torch.rand(sum(lengths), E, dtype=torch.float64) + 0.1
+    ids = torch.rand(sum(lengths), E).argsort(1)[:, :A]
+    return scores, ids, torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+
+
+@pytest.mark.parametrize("lengths", [(1,), (7,), (3, 0, 8, 1)])
+def test_sequence_balance_matches_oracle(lengths):
+    """Each sequence by a hand-written loop; together, weighted by their tokens."""
+    scores, ids, sequences = balance_case(lengths)
+    want = 0.0
+    for rows, chosen in zip(scores.split(lengths), ids.split(lengths), strict=True):
+        if len(rows):
+            want += len(rows) / len(scores) * oracle.balance(rows.tolist(), chosen.tolist())
+    got = ops.sequence_balance(scores, ids, sequences, len(lengths))
+    assert got.item() == pytest.approx(want, rel=1e-12)
+
+
+def test_sequence_balance_is_of_each_sequence_not_of_the_batch():
+    """Two sequences, each on an expert of its own, are even only together."""
+    scores = torch.tensor([[0.9, 0.1]] * 3 + [[0.1, 0.9]] * 3)
+    ids = torch.tensor([[0]] * 3 + [[1]] * 3)
+    apart = ops.sequence_balance(scores, ids, torch.tensor([0] * 3 + [1] * 3), 2)
+    assert apart.item() == pytest.approx(1.8, rel=1e-6)
+    together = ops.sequence_balance(scores, ids, torch.zeros(6, dtype=torch.int64), 1)
+    assert together.item() == pytest.approx(1, rel=1e-6)
+
+
+def test_sequence_balance_adds_up_over_accumulated_batches():
+    lengths = (4, 2, 9)
+    scores, ids, sequences = balance_case(lengths)
+    whole = ops.sequence_balance(scores, ids, sequences, 3).item()
+    first = ops.sequence_balance(scores[:6], ids[:6], sequences[:6], 2).item()
+    last = ops.sequence_balance(scores[6:], ids[6:], sequences[6:] - 2, 1).item()
+    assert (6 * first + 9 * last) / 15 == pytest.approx(whole, rel=1e-12)
+
+
+def test_sequence_balance_pulls_on_the_scores_alone():
+    """Finite differences, the choice held; a busy expert's score falls by the gradient."""
+    scores, ids, sequences = balance_case((4, 3))
+    scores.requires_grad_()
+    assert torch.autograd.gradcheck(lambda s: ops.sequence_balance(s, ids, sequences, 2), [scores])
+    busy = torch.zeros(6, 1, dtype=torch.int64)
+    one = torch.zeros(6, dtype=torch.int64)
+    even = torch.ones(6, 3, requires_grad=True)
+    ops.sequence_balance(even, busy, one, 1).backward()
+    assert (even.grad[:, 0] > 0).all()
+    assert (even.grad[:, 1:] < 0).all()
+
+
+def test_sequence_balance_of_nothing():
+    scores, ids, sequences = balance_case((0,))
+    assert ops.sequence_balance(scores, ids, sequences, 1).item() == 0

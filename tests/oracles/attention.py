@@ -20,6 +20,19 @@ def attend(q, keys, sink, scale):
     return out
 
 
+def mass(q, near, far, sink, scale):
+    """Probability of each far key [n], summed over heads; joint softmax with near keys and sink."""
+    out = [0.0] * len(far)
+    for h in range(len(q)):
+        logits = [scale * float(sum(a * b for a, b in zip(q[h], key, strict=True))) for key in near]
+        listed = [scale * float(sum(a * b for a, b in zip(q[h], key, strict=True))) for key in far]
+        largest = max([float(sink[h]), *logits, *listed])
+        total = sum(math.exp(v - largest) for v in [float(sink[h]), *logits, *listed])
+        for j, logit in enumerate(listed):
+            out[j] += math.exp(logit - largest) / total
+    return out
+
+
 def window(position, size):
     """Positions a query sees through the window, itself included."""
     return range(max(0, position - size + 1), position + 1)

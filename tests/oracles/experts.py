@@ -21,6 +21,17 @@ def route(x, gate, bias, *, top_k, scale, normalize=True):
     return order, [w * scale for w in weights]
 
 
+def balance(raw, chosen):
+    """sum_i f_i P_i of one sequence; ``raw`` scores [T][E], ``chosen`` expert ids [T][A]."""
+    tokens, num, top_k = len(raw), len(raw[0]), len(chosen[0])
+    out = 0.0
+    for i in range(num):
+        hits = sum(1 for ids in chosen for e in ids if e == i)
+        share = sum(row[i] / sum(row) for row in raw) / tokens
+        out += num / (top_k * tokens) * hits * share
+    return out
+
+
 def swiglu(gate, up, limit):
     """silu(min(g, limit)) * clamp(u, -limit, limit)."""
     g = np.minimum(gate, limit)

@@ -37,3 +37,18 @@ def candidate_mask(values, visible, block_size, top_blocks):
         mask[block * block_size : (block + 1) * block_size] = True
     mask[visible:] = False
     return mask
+
+
+def divergence(values, mass):
+    """KL of the shares of ``mass`` from the softmax of the scores ``values``, for one query."""
+    total = sum(mass)
+    if total == 0:
+        return 0.0
+    largest = max(values)
+    partition = sum(math.exp(v - largest) for v in values)
+    out = 0.0
+    for value, part in zip(values, mass, strict=True):
+        teacher = part / total
+        if teacher > 0:
+            out += teacher * (math.log(teacher) - (value - largest - math.log(partition)))
+    return out

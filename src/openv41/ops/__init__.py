@@ -8,6 +8,7 @@ from openv41.ops.experts import (
     combine,
     expert_weights,
     router_scores,
+    sequence_balance,
     sort_by_expert,
 )
 from openv41.ops.image_attention import image_attention, rope_angles_2d, rotate_halves
@@ -19,6 +20,8 @@ from openv41.ops.indexer import (
     merge_pools,
     pool_mask,
     select_top_k,
+    selected_scores,
+    selection_divergence,
 )
 from openv41.ops.linear import linear, quantized_linear
 from openv41.ops.mhc import mix_streams, predict_mix, update_streams
@@ -26,13 +29,14 @@ from openv41.ops.norm import rms_norm
 from openv41.ops.pixel_unshuffle import pixel_unshuffle
 from openv41.ops.rope import inverse_table, rope_frequencies, rope_table, rotate, yarn_frequencies
 from openv41.ops.sinkhorn import doubly_stochastic
-from openv41.ops.sparse_attention import Keys, plan_keys, sparse_attention
+from openv41.ops.sparse_attention import Keys, attention_mass, plan_keys, sparse_attention
 from openv41.ops.swiglu import clamped_swiglu
 
 __all__ = [
     "DEAD",
     "Keys",
     "add_gated",
+    "attention_mass",
     "block_scores",
     "choose_candidates",
     "choose_experts",
@@ -64,6 +68,9 @@ __all__ = [
     "rotate_halves",
     "router_scores",
     "select_top_k",
+    "selected_scores",
+    "selection_divergence",
+    "sequence_balance",
     "sort_by_expert",
     "sparse_attention",
     "update_streams",

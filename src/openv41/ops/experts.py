@@ -59,6 +59,29 @@ def expert_weights(
     return weights * scale
 
 
+@op
+def sequence_balance(
+    scores: Float[Tensor, "T E"],
+    expert_ids: Int[Tensor, "T A"],
+    sequences: Int[Tensor, " T"],
+    num_sequences: int,
+) -> Float[Tensor, ""]:
+    """Balance loss of each sequence, averaged over the tokens: 1 where all is even.
+
+    Of one sequence it is sum_i f_i P_i: f_i is E / A times the share of its tokens that chose
+    expert i, P_i the mean over its tokens of score_i / sum_j score_j. Only P has a gradient.
+    ``sequences`` numbers the sequence of each token; one without tokens counts for nothing.
+    """
+    num_experts, top_k = scores.shape[1], expert_ids.shape[1]
+    tokens = torch.bincount(sequences, minlength=num_sequences)[:, None]  # [sequences, 1]
+    places = sequences[:, None] * num_experts + expert_ids
+    picks = torch.bincount(places.flatten(), minlength=num_sequences * num_experts)
+    shares = scores / scores.sum(dim=1, keepdim=True)
+    summed = shares.new_zeros(num_sequences, num_experts).index_add(0, sequences, shares)
+    load = picks.view_as(summed).to(summed.dtype) * num_experts / (top_k * tokens.clamp(min=1))
+    return (load * summed).sum() / max(1, len(scores))
+
+
 def sort_by_expert(
     expert_ids: Int[Tensor, "T A"], num_experts: int
 ) -> tuple[Int[Tensor, " T*A"], list[int]]:

@@ -3,10 +3,14 @@
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
 from openv41.ops._dispatch import op
 from openv41.ops.deterministic import TILE_WIDTH, fixed_product, whole_tiles
-from openv41.ops.precision import cast
+from openv41.ops.precision import cast, widened
+
+QUERIES_AT_ONCE = 512  # queries whose selected keys are held at one time
 
 
 @op
@@ -55,6 +59,53 @@ def _fixed_scores(
     for head, weight in zip(heads.unbind(2), weights.unbind(2), strict=True):
         total = total + weight[..., None] * head
     return total
+
+
+@op
+def selected_scores(
+    q: Float[Tensor, "T I J"],
+    weights: Float[Tensor, "T I"],
+    keys: Float[Tensor, "M J"],
+    rows: Int[Tensor, "T K"],
+    score_dtype: torch.dtype = torch.float32,
+    *,
+    deterministic: bool = False,
+) -> Float[Tensor, "T K"]:
+    """Score the rows that each query lists, as ``index_scores`` does; -inf where a row is -1.
+
+    The backward gathers the keys again, piece by piece: only one piece of them is alive.
+    """
+    if not len(keys) or not rows.numel():
+        return widened(weights.new_full(rows.shape, -torch.inf))
+
+    def score(q: Tensor, weights: Tensor, keys: Tensor, rows: Tensor) -> Tensor:
+        listed = keys.index_select(0, rows.clamp(min=0).flatten()).view(*rows.shape, -1)
+        scores = index_scores(
+            q[:, None], weights[:, None], listed, score_dtype, deterministic=deterministic
+        )
+        return widened(scores[:, 0]).masked_fill(rows < 0, -torch.inf)
+
+    pieces = zip(*(x.split(QUERIES_AT_ONCE) for x in (q, weights, rows)), strict=True)
+    found = [
+        checkpoint(score, q, weights, keys, rows, use_reentrant=False, preserve_rng_state=False)
+        for q, weights, rows in pieces
+    ]
+    return torch.cat(found)
+
+
+@op
+def selection_divergence(
+    scores: Float[Tensor, "T K"], mass: Float[Tensor, "T K"]
+) -> Float[Tensor, ""]:
+    """KL(teacher || student) over the selected entries of each query, summed over the queries.
+
+    The teacher is ``mass`` over its sum, the student the softmax of ``scores``; the place of no
+    entry scores -inf. A query without entries, or without mass, adds nothing.
+    """
+    limits = torch.finfo(scores.dtype)
+    teacher = F.normalize(mass, p=1, dim=1, eps=limits.tiny)
+    student = scores.clamp(min=limits.min).log_softmax(dim=1)
+    return (torch.xlogy(teacher, teacher) - teacher * student).sum()
 
 
 @op

@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from openv41.ops._dispatch import op, wants_gradient
 from openv41.ops.deterministic import TILE_ROWS, TILE_WIDTH, whole_tiles
-from openv41.ops.precision import WIDE, cast
+from openv41.ops.precision import WIDE, cast, widened
 
 QUERIES_AT_ONCE = 512  # queries whose gathered keys are held at one time
 BAND = 16  # neighbouring queries that may read one range of rows together
@@ -105,6 +105,29 @@ def sparse_attention(  # noqa: PLR0917 -- two stores with their keys
         else _attended(q, stores, sink, (window_keys, main_keys), scale)
     )
     return result[:, :heads, :width] if deterministic else result
+
+
+@op
+@torch.no_grad()
+def attention_mass(  # noqa: PLR0917 -- two stores with their keys
+    q: Float[Tensor, "T H C"],
+    window_kv: Float[Tensor, "S C"],
+    window_keys: Keys,
+    main_kv: Float[Tensor, "M C"],
+    main_rows: Int[Tensor, "T K"],
+    sink: Float[Tensor, " H"],
+    scale: float,
+) -> Float[Tensor, "T K"]:
+    """Probability of each listed main row, summed over the heads; 0 where the row is -1.
+
+    The softmax is that of ``sparse_attention``: over window, listed rows and sink together. The
+    result has no gradient.
+    """
+    main_keys = Keys(main_rows, torch.where(main_rows >= 0, 0.0, -torch.inf)[:, None])
+    none = widened(q.new_zeros(0, main_rows.shape[1]))
+    tiles = _tiles(q, (window_kv, main_kv), (window_keys, main_keys))
+    found = [tile.probabilities(sink.to(tile.q.dtype), scale)[1].sum(dim=1) for tile in tiles]
+    return torch.cat([none, *found])[: len(q)]
 
 
 class _Part(NamedTuple):
