@@ -116,6 +116,11 @@ class Batch:
         shift = [s - r for s, r in zip(self.starts, self.first_rows, strict=True)]
         return torch.arange(len(self.token_ids), device=self.device) + self.per_token(shift)
 
+    @cached_property
+    def request_rows(self) -> Int[Tensor, " T"]:
+        """Place in ``requests`` of each token's request."""
+        return self.per_token(range(len(self.requests)))
+
     def per_token(self, per_request: Sequence[int]) -> Int[Tensor, " T"]:
         """Repeat one number per request for each of its tokens."""
         if len(per_request) == 1:

@@ -12,6 +12,7 @@ from openv41 import ops
 from openv41.config import AttentionConfig
 from openv41.layers.batch import Batch
 from openv41.layers.geometry import Entries, Segment, lookback_rows, segments
+from openv41.layers.objectives import LayerLosses
 from openv41.layers.probe import Probe
 from openv41.layers.store import KVStore, Slot, Spans
 
@@ -53,12 +54,14 @@ class ForwardContext:
         attention: AttentionConfig,
         store: KVStore | None = None,
         probe: Probe | None = None,
+        losses: LayerLosses | None = None,
         *,
         deterministic: bool = False,
     ) -> None:
         assert store is not None or not any(batch.starts), f"no store, but starts {batch.starts}"
         self.batch = batch
         self.store = store
+        self.losses = losses  # None where nobody asks for any
         self.deterministic = deterministic
         self._attention = attention
         self._probe = probe

@@ -16,6 +16,7 @@ from openv41.layers.context import ForwardContext
 from openv41.layers.factory import Factory
 from openv41.layers.hierarchical_indexer import HierarchicalIndexer
 from openv41.layers.islands import Float32Islands, island
+from openv41.layers.objectives import LayerLosses
 from openv41.layers.quantized_linear import Linear, QuantizedLinear, RMSNorm
 from openv41.layers.rounding import round_index, round_main_kv, round_window_kv
 from openv41.layers.store import Slot
@@ -99,9 +100,10 @@ class CSA2Attention(Float32Islands):
         if plan.is_kv_source:
             self._publish_main_kv(x, ctx)
         if plan.is_index_source:
-            selected = self.indexer(x, q_latent, ctx)
-            ctx.publish_selection(plan.layer, Slot("main", plan.kv_source), plan.ratio, selected)
+            self._select(x, q_latent, ctx)
         main_kv, main_keys = self._main_kv(ctx, window_kv)
+        if ctx.losses is not None and ctx.losses.teaches(plan):
+            self._teach(ctx.losses, q, (window_kv, window_keys), ctx)
         scale = self.attn.head_dim**-0.5
         out = ops.sparse_attention(
             q,
@@ -121,6 +123,27 @@ class CSA2Attention(Float32Islands):
             self._window_kv(x, ctx)
         if self.plan.is_kv_source:
             self._publish_main_kv(x, ctx)
+
+    def _select(self, x: Tensor, q_latent: Tensor, ctx: ForwardContext) -> None:
+        """Choose entries, for the layers up to the next index source too."""
+        layer, main = self.plan.layer, Slot("main", self.plan.kv_source)
+        ctx.publish_selection(layer, main, self.plan.ratio, self.indexer(x, q_latent, ctx))
+        if ctx.losses is not None and ctx.losses.wanted.indexer:
+            rows = ctx.selections[layer].rows
+            ctx.losses.scores[layer] = self.indexer.selected_scores(x, q_latent, rows, ctx)
+
+    def _teach(
+        self,
+        losses: LayerLosses,
+        q: Float[Tensor, "T H C"],
+        window: tuple[Float[Tensor, "S C"], ops.Keys],
+        ctx: ForwardContext,
+    ) -> None:
+        """Hand in how much this layer attends to each selected entry."""
+        source, scale = self.plan.index_source, self.attn.head_dim**-0.5
+        chosen = ctx.selections[source]
+        mass = ops.attention_mass(q, *window, chosen.kv, chosen.rows, self.sink, scale)
+        losses.masses.setdefault(source, {})[self.plan.layer] = mass
 
     def _main_kv(
         self, ctx: ForwardContext, window_kv: Tensor
@@ -145,7 +168,7 @@ class CSA2Attention(Float32Islands):
         layer, ratio = self.plan.layer, self.plan.ratio
         rope = ctx.rope(ratio, of_entries=True)
         latent = self.compressor(x, ctx)
-        keys = self.indexer.keys(latent, rope)
+        keys = self.indexer.keys(latent.detach(), rope)  # the indexer alone learns from them
         entries = self._rotate(latent, rope)
         rounded = round_main_kv(entries, self.numerics)
         ctx.publish_entries(Slot("main", layer), ratio, rounded, entries)

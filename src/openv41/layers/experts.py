@@ -114,6 +114,10 @@ class MixtureOfExperts(nn.Module):
         chosen = ops.choose_experts(scores.detach(), bias, moe.top_k)
         chosen = ctx.observe(f"layers.{self.layer}.expert_ids", chosen).long()
         ctx.expert_counts[self.layer] = _count(chosen, ctx.is_image, moe.num_experts)
+        if ctx.losses is not None and ctx.losses.wanted.balance:
+            ctx.losses.balance[self.layer] = ops.sequence_balance(
+                scores, chosen, ctx.batch.request_rows, len(ctx.batch.requests)
+            )
         weights = ops.expert_weights(
             scores, chosen, normalise=moe.norm_top_k_prob, scale=moe.route_scale
         )

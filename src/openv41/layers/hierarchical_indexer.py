@@ -65,7 +65,7 @@ class HierarchicalIndexer(nn.Module):
     ) -> Int[Tensor, "T K"]:
         """Choose entries for each token: ids within its request, ascending, then -1.
 
-        The choice has no gradient, and neither have the indexer's parameters through it.
+        The choice has no gradient: ``selected_scores`` is what the indexer learns from.
         """
         q, weights = self._queries(x, q_latent, ctx)
         found = self._empty(x, ctx)
@@ -82,6 +82,19 @@ class HierarchicalIndexer(nn.Module):
         if self.plan.publishes_candidates:
             ctx.candidates = self._shown(found.pool, ctx)
         return ctx.observe(self._name("topk_indices"), found.selected)
+
+    def selected_scores(
+        self,
+        x: Float[Tensor, "T D"],
+        q_latent: Float[Tensor, "T rank"],
+        rows: Int[Tensor, "T K"],
+        ctx: ForwardContext,
+    ) -> Float[Tensor, "T K"]:
+        """Scores of the chosen rows of the index keys, with gradients for the indexer alone."""
+        q, weights = self._queries(x.detach(), q_latent.detach(), ctx)
+        keys = ctx.entry_rows(self._keys, self.plan.ratio)
+        score_dtype, deterministic = self._score_dtype, self.numerics.deterministic
+        return ops.selected_scores(q, weights, keys, rows, score_dtype, deterministic=deterministic)
 
     def _empty(self, x: Tensor, ctx: ForwardContext) -> _Found:
         most = max(ctx.entries(self.plan.ratio).totals, default=0)
@@ -196,6 +209,10 @@ class HierarchicalIndexer(nn.Module):
         weights: Float[Tensor, "B T I"],
         keys: Float[Tensor, "B M J"],
     ) -> Float[Tensor, "B T M"]:
-        score_dtype = getattr(torch, self.numerics.score_dtype)
-        deterministic = self.numerics.deterministic
+        score_dtype, deterministic = self._score_dtype, self.numerics.deterministic
         return ops.index_scores(q, weights, keys, score_dtype, deterministic=deterministic)
+
+    @property
+    def _score_dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.numerics.score_dtype)
+        return found

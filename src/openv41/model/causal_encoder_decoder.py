@@ -23,6 +23,7 @@ from openv41.layers.csa2 import CSA2Attention
 from openv41.layers.engram import Engram
 from openv41.layers.experts import MixtureOfExperts
 from openv41.layers.factory import Factory
+from openv41.layers.objectives import LayerLosses, Losses, Objectives
 from openv41.layers.probe import Probe
 from openv41.layers.quantized_linear import RMSNorm
 from openv41.layers.single_pass_mhc import SinglePassMHC
@@ -41,6 +42,7 @@ class Output:
     taps: Float[Tensor, "rows width"] | None  # concatenated stream means for the drafter
     tap_batch: Batch | None  # the tokens that have a row in ``taps``
     expert_counts: dict[int, Int[Tensor, "2 E"]]  # per layer: tokens of text, of images
+    losses: Losses  # those that the caller asked for
     work: Work
 
 
@@ -163,6 +165,7 @@ class CausalEncoderDecoder(nn.Module):
         *,
         rows: Sequence[LayerRows] | None = None,
         probe: Probe | None = None,
+        objectives: Objectives | None = None,
         recompute: bool = False,
     ) -> Output:
         """Run every layer on every token of the batch, or each layer on its ``rows``.
@@ -170,10 +173,13 @@ class CausalEncoderDecoder(nn.Module):
         With ``recompute`` only the streams between layers are kept for the backward pass, which
         runs each layer once more (activation checkpointing).
 
-        Raises InputError for token ids outside the vocabulary, for image tokens without embeddings
-        and for positions beyond a request's stored length.
+        Raises InputError for token ids outside the vocabulary, for image tokens without embeddings,
+        for positions beyond a request's stored length and for ``objectives`` of a part of a text.
         """
-        ctx = self.context(batch, store, probe)
+        if objectives is not None and not (store is None and rows is None):
+            raise InputError("objectives: need whole texts; leave out store and rows")
+        losses = None if objectives is None else LayerLosses(objectives)
+        ctx = self.context(batch, store, probe, losses)
         for engram in self.engrams():
             engram.prefetch(ctx)
         x, a = self.first_streams(batch, ctx)
@@ -186,7 +192,8 @@ class CausalEncoderDecoder(nn.Module):
         taps, tap_batch = join_taps(ctx.taps)
         if taps is not None:
             ctx.observe("main_hidden", taps)
-        return Output(hidden, ctx.batch, taps, tap_batch, ctx.expert_counts, ctx.work)
+        total = Losses() if losses is None else losses.total()
+        return Output(hidden, ctx.batch, taps, tap_batch, ctx.expert_counts, total, ctx.work)
 
     def engrams(self) -> list[Engram]:
         """The Engram of each layer that has one."""
@@ -203,7 +210,11 @@ class CausalEncoderDecoder(nn.Module):
         return ops.linear(hidden.to(wide), self.head.weight, deterministic=deterministic)
 
     def context(
-        self, batch: Batch, store: KVStore | None = None, probe: Probe | None = None
+        self,
+        batch: Batch,
+        store: KVStore | None = None,
+        probe: Probe | None = None,
+        losses: LayerLosses | None = None,
     ) -> ForwardContext:
         """Check a batch and prepare what its layers share."""
         ids, config = batch.token_ids, self.config
@@ -216,7 +227,8 @@ class CausalEncoderDecoder(nn.Module):
         is_image = ids == config.image_token_id
         self._check_images(batch, int(is_image.sum()))
         deterministic = self.numerics.deterministic
-        ctx = ForwardContext(batch, config.attention, store, probe, deterministic=deterministic)
+        attention = config.attention
+        ctx = ForwardContext(batch, attention, store, probe, losses, deterministic=deterministic)
         if batch.image_embeds is not None:
             ctx.is_image = is_image
         self._look_back(ctx, is_image)
