@@ -79,10 +79,14 @@ def train(
         out=out,
         device=place,
     )
-    trainer = Trainer(run, resume=resume)
+    _fit(Trainer(run, resume=resume))
+
+
+def _fit(trainer: Trainer) -> None:
+    """Run a run to its end, or to a signal; print the model's folder."""
     note(_describe(trainer))
     try:
-        with _progress(made, trainer.step) as report:
+        with _progress(trainer.run.stages, trainer.step) as report:
             folder = trainer.fit(report)
     except StoppedError as stop:
         note(f"{stop}; the same command with --resume goes on")
