@@ -27,12 +27,13 @@ from demo.serving import Served, measure_serving
 from openv41.config import NUMERICS
 from openv41.io.atomic import write_atomic
 from openv41.io.checkpoint import load_model
+from openv41.train.metrics import LOG_FILE, read_records
 from openv41.train.token_shards import TokenShards
 
 STAGES = 12
 FOLDERS = ("text", "pictures", "tokenizer", "data", "train", "export")
 SUMMARY_FILE, CURVE_FILE, REPORT_FILE = "summary.json", "loss_curve.png", "report.html"
-LOG_FILE, CHECKPOINT = "log.jsonl", "checkpoint"  # inside the folder of a training run
+CHECKPOINT = "checkpoint"  # inside the folder of a training run
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,6 @@ def run_demo(run: Runner, out: Path, data: Path, tokens: int) -> Summary:
             baselines=baselines,
             measured=measured,
             shards=shards,
-            tokens=tokens,
             sample=sample,
             served=served,
             pictures=pictures,
@@ -165,7 +165,8 @@ def train(run: Runner, out: Path, tokens: int) -> None:
     sets = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
     data = ("--data", out / "data" / "train", "--heldout", out / "data" / "heldout")
     images = ("--images", out / "data" / "pictures")
-    run.command("train", settings.PRESET, *data, *images, "--out", out / "train", *sets)
+    stages = ("--stages", settings.STAGES)
+    run.command("train", settings.PRESET, *data, *images, *stages, "--out", out / "train", *sets)
 
 
 def evaluate(run: Runner, export: Path, shards: TokenShards, num_bytes: int) -> Measured:
@@ -212,7 +213,6 @@ def summarise(
     baselines: Baselines,
     measured: Measured,
     shards: Mapping[str, TokenShards],
-    tokens: int,
     sample: str,
     served: Served,
     pictures: Mapping[str, list[Picture]],
@@ -220,7 +220,7 @@ def summarise(
 ) -> Summary:
     """Collect every figure."""
     best = min(baselines.trigram.values())
-    tokens -= tokens % int(settings.TRAINING["batch_tokens"])  # training takes whole batches
+    tokens = read_records(out / "train" / LOG_FILE)[-1]["tokens"]
     text_tokens = int(tokens * (1 - float(settings.TRAINING["image_share"])))
     export = out / "export"
     return Summary(

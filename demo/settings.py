@@ -1,17 +1,23 @@
 """Every number of the demo in one place. The schedule counts tokens, never seconds."""
 
 PRESET = "tiny"
-VOCABULARY = 1024
+VOCABULARY = 4096
 SEED = 1
 
-TOKENS = 612_352  # training tokens; a quarter of them belong to images
+TOKENS = 475_136  # of pre-training; post-training adds a tenth; a part belongs to images
+STAGES = "pretrain,posttrain"
 TRAINING = {  # openv41 train ... --set key=value
     "sequence_length": 128,
     "batch_tokens": 2048,
-    "image_share": 0.25,
+    "image_share": 0.1875,
     "warmup_tokens": 40_000,
+    "decay": "linear",
     "cpu_threads": 1,
-    "optimizer.lr": 3e-3,
+    "optimizer.lr": 2e-2,
+    "optimizer.token_lr_factor": 3.0,
+    "optimizer.engram_table_lr_factor": 0.2,  # a row that is hit once moves on for many steps
+    "optimizer.sinkhorn_threshold": 0.1,
+    "pretrain.final_lr_factor": 0.1,
 }
 
 HELDOUT_DIGITS = 360  # the last of 1,797
