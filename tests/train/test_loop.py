@@ -72,12 +72,20 @@ def test_two_runs_are_equal_and_another_seed_is_not(finished, shards, tmp_path):
     assert read_log(other.run.out)[0]["loss"] != read_log(first.run.out)[0]["loss"]
 
 
-def test_indexer_stays_and_everything_else_moves(finished, shards, tmp_path):
+def test_all_that_is_used_moves_and_the_indexer_only_by_its_loss(finished, shards, tmp_path):
     trainer, _ = finished
     fresh = Trainer(mini_run(shards, tmp_path / "fresh"), resume=False).model.state_dict()
+    untaught = Trainer(mini_run(shards, tmp_path / "untaught", indexer_loss=0.0), resume=False)
+    untaught.fit()
     for name, value in trainer.model.state_dict().items():
-        stays = ".indexer." in name or name.endswith("gate.bias_vl")
-        assert torch.equal(value, fresh[name]) == stays, name
+        unused = name.endswith("gate.bias_vl")
+        assert torch.equal(value, fresh[name]) == unused, name
+        stays = unused or ".indexer." in name
+        assert torch.equal(untaught.model.state_dict()[name], fresh[name]) == stays, name
+    taught, other = read_log(trainer.run.out)[-1], read_log(untaught.run.out)[-1]
+    assert taught["indexer_loss"] > 0
+    assert "indexer_loss" not in other
+    assert other["balance_loss"] > 0
 
 
 def test_training_learns(shards, tmp_path):

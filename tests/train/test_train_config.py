@@ -18,6 +18,8 @@ from openv41.train.config import OptimizerConfig, TrainConfig
         ({"final_lr_factor": 1.5}, "final_lr_factor is 1.5, must be from 0 to 1"),
         ({"balance_speed": -1.0}, "balance_speed is -1.0, must be at least 0"),
         ({"balance_speed": float("inf")}, "balance_speed is inf, must be at most 1"),
+        ({"balance_loss": -1.0}, "balance_loss is -1.0, must be at least 0 and finite"),
+        ({"indexer_loss": float("inf")}, "indexer_loss is inf, must be at least 0 and finite"),
         ({"seed": 10**23}, f"seed is {10**23}, must be at most {2**63 - 1}"),
         ({"cpu_threads": 2000}, "cpu_threads is 2000, must be at most 1024"),
     ],
@@ -43,3 +45,12 @@ def test_run_settings(settings, message):
 def test_optimizer_settings(settings, message):
     with pytest.raises(ConfigError, match=message):
         OptimizerConfig(**settings)
+
+
+def test_objectives_are_those_with_a_weight():
+    none = TrainConfig(indexer_loss=0.0, balance_loss=0.0)
+    assert none.objectives is None
+    balance = TrainConfig(indexer_loss=0.0, indexer_teacher="mean").objectives
+    assert (balance.indexer, balance.balance) == (None, True)
+    indexer = TrainConfig(balance_loss=0.0, indexer_teacher="mean").objectives
+    assert (indexer.indexer, indexer.balance) == ("mean", False)

@@ -102,10 +102,11 @@ def _describe(trainer: Trainer) -> str:
     images = ""
     if trainer.images is not None:
         images = f", {trainer.images.epoch(steps):.2f} of images"
+    indexer = "" if trainer.train.indexer_loss else ", the indexer's without a gradient"
     from_step = f", from step {trainer.step:,}" if trainer.step else ""
     return (
-        f"{trained:,} parameters to train (the indexer's and the routing biases, {kept:,}, have no "
-        f"gradient); {steps:,} steps, {tokens:,} tokens, "
+        f"{trained:,} parameters to train ({kept:,} routing biases follow the load instead)"
+        f"{indexer}; {steps:,} steps, {tokens:,} tokens, "
         f"{trainer.batches.epoch(steps):.2f} epochs of text{images}{from_step}"
     )
 

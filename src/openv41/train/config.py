@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from openv41.errors import ConfigError
+from openv41.layers.objectives import Objectives, Teacher
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +82,9 @@ class TrainConfig:
     decay: Literal["linear", "cosine"] = "cosine"
     final_lr_factor: float = 0.0
     balance_speed: float = 0.001  # step of the routing biases
+    balance_loss: float = 1e-4  # weight of each document's own balance; 0 turns it off
+    indexer_loss: float = 0.01  # weight of what the indexer learns from attention; 0 turns it off
+    indexer_teacher: Teacher = "own"  # or the "mean" of the layers that share a selection
     modality_biases: bool = True  # text and images have routing biases and loads of their own
     image_share: float = 0.25  # of each batch's tokens, where the run has image-text samples
     learn_image_tokens: bool = False  # also predict the tokens of image spans
@@ -106,6 +110,11 @@ class TrainConfig:
             if not getattr(self, name) >= 0
         ]
         problems += [
+            f"{name} is {getattr(self, name)}, must be at least 0 and finite"
+            for name in ("balance_loss", "indexer_loss")
+            if not 0 <= getattr(self, name) < math.inf
+        ]
+        problems += [
             f"{name} is {getattr(self, name)}, must be at most {most}"
             for name, most in (("seed", 2**63 - 1), ("cpu_threads", 1024), ("balance_speed", 1))
             if getattr(self, name) > most
@@ -126,12 +135,22 @@ class TrainConfig:
             problems.append(f"{listed} together exceed tokens ({self.tokens})")
         if self.decay not in ("linear", "cosine"):
             problems.append(f"decay is {self.decay!r}, must be linear or cosine")
+        if self.indexer_teacher not in ("own", "mean"):
+            problems.append(f"indexer_teacher is {self.indexer_teacher!r}, must be own or mean")
         if not 0 < self.image_share < 1:
             problems.append(f"image_share is {self.image_share}, must be above 0 and below 1")
         if not 0 <= self.final_lr_factor <= 1:
             problems.append(f"final_lr_factor is {self.final_lr_factor}, must be from 0 to 1")
         if problems:
             raise ConfigError("train", problems)
+
+    @property
+    def objectives(self) -> Objectives | None:
+        """Losses of single layers that a step computes."""
+        teacher = self.indexer_teacher if self.indexer_loss else None
+        if teacher is None and not self.balance_loss:
+            return None
+        return Objectives(indexer=teacher, balance=self.balance_loss > 0)
 
     @property
     def image_tokens(self) -> int:

@@ -155,6 +155,8 @@ class Trainer:
             stage=place.stage.name,
             tokens=place.tokens + train.batch_tokens,
             loss=result.loss,
+            indexer_loss=result.indexer_loss,
+            balance_loss=result.balance_loss,
             lr=result.lr,
             grad_norm=result.grad_norm,
             balance=measure_balance(result.loads),

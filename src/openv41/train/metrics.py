@@ -1,9 +1,10 @@
 """What a run writes down: one JSON object per step in ``log.jsonl``, and TensorBoard's events.
 
 Keys of a step: ``step`` (the first is 1), ``stage``, ``tokens`` seen so far, ``loss`` in nats per
-token, ``lr`` before the groups' factors, ``grad_norm`` before clipping, ``balance`` of text and of
-image tokens (see train/balance.py), ``image_tokens`` of this step, ``tokens_per_second``, and at
-intervals ``heldout_bits_per_byte``.
+token, ``indexer_loss`` and ``balance_loss`` before their weights and summed over layers, unless
+turned off (see layers/objectives.py), ``lr`` before the groups' factors, ``grad_norm`` before
+clipping, ``balance`` of text and of image tokens (see train/balance.py), ``image_tokens`` of this
+step, ``tokens_per_second``, and at intervals ``heldout_bits_per_byte``.
 """
 
 import json
@@ -32,6 +33,8 @@ class StepRecord:
     stage: str
     tokens: int
     loss: float
+    indexer_loss: float | None = None
+    balance_loss: float | None = None
     lr: float
     grad_norm: float
     balance: dict[str, Balance]

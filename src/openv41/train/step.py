@@ -1,7 +1,7 @@
 """One optimizer step: loss, gradients, clipping, update, load balance. Report §2.5."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 from openv41.errors import OpenV41Error
 from openv41.io.image_processor import scale_pixels
 from openv41.layers.batch import Batch
+from openv41.layers.objectives import Losses
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.train.balance import update_biases
 from openv41.train.config import TrainConfig
@@ -30,7 +31,9 @@ class DivergedError(OpenV41Error):
 class StepResult:
     """What one step measured."""
 
-    loss: float  # nats per target
+    loss: float  # nats per target, of the language model alone
+    indexer_loss: float | None  # these two before their weights; None where turned off
+    balance_loss: float | None
     grad_norm: float  # before clipping
     lr: float
     loads: Mapping[int, Int[Tensor, "2 E"]]  # per layer: tokens per expert, of text and of images
@@ -50,11 +53,11 @@ def train_step(
     if packed.pixels is not None:
         assert model.vision is not None, "images for a model without a vision encoder"
         embeds = model.vision(scale_pixels(packed.pixels.to(device)), packed.grids)
-    batch = Batch.packed(ids, packed.lengths, embeds)
-    out = model(batch, recompute=config.activation_checkpointing)
+    batch, recompute = Batch.packed(ids, packed.lengths, embeds), config.activation_checkpointing
+    out = model(batch, objectives=config.objectives, recompute=recompute)
     learned = packed.learned(model.config.image_token_id if config.learn_image_tokens else None)
     rows, targets = next_tokens(ids, packed.lengths, learned)
-    loss = backward(model, out.hidden, rows, targets)
+    loss = backward(model, out.hidden, rows, targets, weighted(out.losses, config))
     grad_norm = clip_gradients(optimizer, config.optimizer.clip_norm)
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         optimizer.zero_grad()
@@ -70,7 +73,14 @@ def train_step(
     update_biases(
         model, out.expert_counts, config.balance_speed, by_modality=config.modality_biases
     )
-    return StepResult(loss=loss, grad_norm=grad_norm, lr=lr, loads=out.expert_counts)
+    return StepResult(
+        loss=loss,
+        indexer_loss=_number(out.losses.indexer),
+        balance_loss=_number(out.losses.balance),
+        grad_norm=grad_norm,
+        lr=lr,
+        loads=out.expert_counts,
+    )
 
 
 def next_tokens(
@@ -94,8 +104,9 @@ def backward(
     hidden: Float[Tensor, "T D"],
     rows: Int[Tensor, " targets"],
     targets: Int[Tensor, " targets"],
+    others: Sequence[Float[Tensor, ""]] = (),
 ) -> float:
-    """Mean cross-entropy of the targets, and its gradients in every parameter.
+    """Mean cross-entropy of the targets; its gradients and those of ``others`` in every parameter.
 
     The head runs forward and backward piece by piece, so that only one piece of logits is alive.
     """
@@ -105,8 +116,14 @@ def backward(
         piece = F.cross_entropy(model.logits(cut[own]), wanted, reduction="sum") / len(targets)
         piece.backward()
         loss += piece.detach()
-    hidden.backward(cut.grad)
+    torch.autograd.backward([hidden, *others], [cut.grad, *[None] * len(others)])
     return float(loss)
+
+
+def weighted(losses: Losses, config: TrainConfig) -> list[Float[Tensor, ""]]:
+    """The losses of single layers by their weights, where something is there to learn."""
+    pairs = (config.indexer_loss, losses.indexer), (config.balance_loss, losses.balance)
+    return [weight * loss for weight, loss in pairs if loss is not None and loss.requires_grad]
 
 
 @torch.no_grad()
@@ -126,6 +143,10 @@ def summed_loss(
 def clip_gradients(optimizer: Optimizers, max_norm: float) -> float:
     """Norm of all gradients together; they are scaled down to ``max_norm`` unless it is 0."""
     return float(torch.nn.utils.clip_grad_norm_(optimizer.parameters(), max_norm or math.inf))
+
+
+def _number(loss: Tensor | None) -> float | None:
+    return None if loss is None else loss.item()
 
 
 def _pieces(rows: Tensor, targets: Tensor, vocab_size: int) -> Iterator[tuple[Tensor, Tensor]]:
