@@ -187,6 +187,10 @@ def test_a_resumed_run_goes_on_alike(run, tmp_path):
 def test_image_positions_are_learned_only_where_asked(run):
     trainer = Trainer(run, resume=False)
     packed = trainer.batches.batch(0).beside(trainer.images.batch(0))
+    parts = list(packed.split(40))
+    assert torch.equal(torch.cat([p.ids for p in parts]), packed.ids)
+    assert torch.equal(torch.cat([p.pixels for p in parts if p.pixels is not None]), packed.pixels)
+    assert [g for p in parts for g in p.images] == list(packed.images)
     image = run.model.image_token_id
     spans = packed.ids == image
     assert spans.any()

@@ -12,6 +12,7 @@ from openv41.errors import InputError
 from openv41.io.checkpoint import load_model
 from openv41.io.tokenizer import load_tokenizer
 from openv41.layers.batch import Batch
+from openv41.train import loop
 from openv41.train.checkpoint import FOLDER
 from openv41.train.config import OptimizerConfig
 from openv41.train.data import bits_per_byte, evaluation_windows
@@ -147,20 +148,42 @@ def test_a_folder_with_a_run_is_not_overwritten(finished):
 
 
 def test_a_nan_loss_leaves_a_checkpoint_that_resumes(shards, tmp_path):
-    run = mini_run(shards, tmp_path / "out")
+    run = mini_run(shards, tmp_path / "out", max_skipped_steps=1)
     trainer = Trainer(run, resume=False)
 
     def spoil(record):
         if record.step == 3:
             trainer.model.head.weight.data[0, 0] = math.nan
 
-    with pytest.raises(DivergedError, match="step 4: the loss is nan"):
+    with pytest.raises(DivergedError, match="step 5: the loss is nan"):
         trainer.fit(spoil)
     assert [r["step"] for r in read_log(run.out)] == [1, 2, 3]
+    assert trainer.skipped == 2
     assert not (run.out / "checkpoint").exists()
     again = Trainer(run, resume=True)
     assert again.step == 2
     assert all(torch.isfinite(p).all() for p in again.model.parameters())
+
+
+def test_one_bad_batch_is_skipped(shards, tmp_path, monkeypatch, caplog):
+    """It changes nothing, and the record after it says so."""
+    plain = loop.train_step
+    steps = []
+
+    def spoiled(model, optimizer, packed, config, step):
+        steps.append(step)
+        if step == 2:
+            raise DivergedError("step 3: the loss is nan; mend it")
+        return plain(model, optimizer, packed, config, step)
+
+    monkeypatch.setattr(loop, "train_step", spoiled)
+    run = mini_run(shards, tmp_path / "out")
+    Trainer(run, resume=False).fit()
+    records = read_log(run.out)
+    assert steps == [0, 1, 2, 3, 4, 5]
+    assert [r["step"] for r in records] == [1, 2, 4, 5, 6]
+    assert [r["skipped"] for r in records] == [0, 0, 1, 0, 0]
+    assert "step 3: the loss is nan; this batch is skipped" in caplog.text
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

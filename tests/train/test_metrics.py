@@ -12,7 +12,13 @@ ACCUMULATOR = "tensorboard.backend.event_processing.event_accumulator"
 
 
 def record(step, **changes):
-    values = {"loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "balance": BALANCE}
+    values = {
+        "loss": 2.5,
+        "losses": {"text": 2.5},
+        "lr": 1e-3,
+        "grad_norm": 0.5,
+        "balance": BALANCE,
+    }
     return StepRecord(
         step=step,
         stage="pretrain",
@@ -37,6 +43,8 @@ def test_one_object_per_step(tmp_path):
         "stage": "pretrain",
         "tokens": 64,
         "loss": 2.5,
+        "losses": {"text": 2.5},
+        "skipped": 0,
         "lr": 1e-3,
         "grad_norm": 0.5,
         "balance": {"text": {"max_over_mean": [1.5, 1.25], "entropy": [0.5, 0.75]}},

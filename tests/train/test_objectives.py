@@ -9,9 +9,10 @@ from openv41 import ops
 from openv41.config import NUMERICS
 from openv41.layers.batch import Batch
 from openv41.train.config import TrainConfig
-from openv41.train.data import EvaluationWindow, PackedBatch
+from openv41.train.data import EvaluationWindow
 from openv41.train.evaluate import window_losses
 from openv41.train.optimizer import Optimizers
+from openv41.train.packed_batch import PackedBatch
 from openv41.train.step import backward, next_tokens, train_step, weighted
 from tests.layers.mini import mini_model, random_ids
 from tests.train.runs import short_config
@@ -35,7 +36,9 @@ def gradients(model, config):
     Optimizers(model, config.optimizer)
     ids = packed().ids
     out = model(Batch.packed(ids, LENGTHS), objectives=config.objectives)
-    backward(model, out.hidden, *next_tokens(ids, LENGTHS), weighted(out.losses, config))
+    rows, targets = next_tokens(ids, LENGTHS)
+    others = weighted(out.losses, config)
+    backward(model, out.hidden, rows, targets, num_targets=len(targets), others=others)
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return found

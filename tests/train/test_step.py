@@ -1,13 +1,17 @@
 """The step against plain cross-entropy; what a bad loss leaves behind."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
+from openv41.image_grid import ImageGrid
 from openv41.layers.batch import Batch
 from openv41.train import step as step_module
-from openv41.train.config import TrainConfig
-from openv41.train.data import PackedBatch
+from openv41.train.config import OptimizerConfig, TrainConfig
 from openv41.train.optimizer import Optimizers
+from openv41.train.packed_batch import PackedBatch
 from openv41.train.step import DivergedError, backward, next_tokens, summed_loss, train_step
 from tests.layers.mini import mini_model, random_ids
 
@@ -41,8 +45,8 @@ def test_loss_and_gradients_equal_plain_cross_entropy(model, monkeypatch, logits
     want.backward(retain_graph=True)
     gradients = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
-    got = backward(model, hidden, rows, targets)
-    assert got == pytest.approx(want.item(), rel=1e-12)
+    got = backward(model, hidden, rows, targets, num_targets=len(targets))
+    assert got.mean().item() == pytest.approx(want.item(), rel=1e-12)
     for name, parameter in model.named_parameters():
         if gradients[name] is None:
             assert parameter.grad is None, name
@@ -78,7 +82,7 @@ def test_a_step_moves_the_biases_by_its_own_loads(model):
 def test_a_loss_that_is_not_finite_changes_nothing(model, monkeypatch, place):
     optimizer = Optimizers(model, CONFIG.optimizer)
     if place == "loss":
-        monkeypatch.setattr(step_module, "backward", lambda *_: float("nan"))
+        monkeypatch.setattr(step_module, "backward", lambda *a, **_: a[3].double() * math.nan)
     else:
         model.head.weight.register_hook(lambda grad: grad * float("inf"))
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -87,3 +91,55 @@ def test_a_loss_that_is_not_finite_changes_nothing(model, monkeypatch, place):
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_parts_of_a_batch_give_the_step_of_the_whole():
+    """4 x b == 1 x 4b: loss, losses of layers, gradient norm, parameters, loads and biases."""
+    lengths = (5, 4, 6, 5)
+    packed = PackedBatch(torch.tensor(random_ids(20, seed=9)), lengths)
+    whole, parts = mini_model(2, torch.float64), mini_model(2, torch.float64)
+    config = TrainConfig(tokens=200, batch_tokens=20, sequence_length=20, warmup_tokens=0)
+    results = []
+    for model, most in ((whole, 0), (parts, 6)):
+        own = replace(config, micro_batch_tokens=most, update_rms_steps=1)
+        optimizer = Optimizers(model, own.optimizer)
+        results.append(train_step(model, optimizer, packed, own, 0))
+    assert [len(p.lengths) for p in packed.split(6)] == [1, 1, 1, 1]
+    first, second = results
+    for name in ("loss", "indexer_loss", "balance_loss", "grad_norm"):
+        assert getattr(second, name) == pytest.approx(getattr(first, name), rel=1e-9), name
+    assert second.update_rms == pytest.approx(first.update_rms, rel=1e-6)
+    assert all(torch.equal(second.loads[layer], load) for layer, load in first.loads.items())
+    after = parts.state_dict()
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(after[name], value, rtol=1e-6, atol=1e-9, msg=name)
+    assert torch.equal(whole.layers[3].moe.gate.bias, parts.layers[3].moe.gate.bias)
+
+
+def test_each_modality_has_its_own_loss(model):
+    """Documents with an image are told apart, and both means make up that of all."""
+    lengths = (7, 1, 12)
+    grid = ImageGrid(cols=3, rows=3, ratio=3)
+    packed = PackedBatch(ids(), lengths, grids=((), (), (grid,)))
+    sums = step_module.Sums(model, packed, CONFIG)
+    sums.add(packed)
+    losses = sums.by_modality()
+    assert losses.keys() == {"text", "image"}
+    assert (6 * losses["text"] + 11 * losses["image"]) / 17 == pytest.approx(sums.loss)
+    text = PackedBatch(ids()[:7], (7,))
+    alone = step_module.Sums(model, text, CONFIG)
+    alone.add(text)
+    assert alone.by_modality() == {"text": pytest.approx(losses["text"], rel=1e-9)}
+
+
+def test_update_sizes_are_measured():
+    """Muon and Sinkhorn move by 0.18 of the learning rate, AdamW's first step by all of it."""
+    model = mini_model(4, torch.float64)
+    config = replace(CONFIG, update_rms_steps=2, optimizer=OptimizerConfig(weight_decay=0.0))
+    optimizer = Optimizers(model, config.optimizer)
+    packed = PackedBatch(ids(), LENGTHS)
+    assert train_step(model, optimizer, packed, config, 0).update_rms is None
+    found = train_step(model, optimizer, packed, config, 1).update_rms
+    assert 0.09 < found["tokens: sinkhorn"] < 0.181  # rows of tokens that do not occur stay
+    assert found["backbone: muon by query heads"] == pytest.approx(0.18, rel=0.2)
+    assert 0.3 < found["backbone: adamw"] < 1.01

@@ -141,8 +141,10 @@ class _Timer:
         per_step = (time.perf_counter() - self.start) / done
         minutes, seconds = divmod(round(per_step * (steps - record.step)), 60)
         heldout = "" if self.heldout is None else f"  held-out {self.heldout:.3f} bits/byte"
+        losses = "".join(f"  {kind} {loss:.3f}" for kind, loss in record.losses.items())
+        both = losses if len(record.losses) > 1 else ""
         return (
-            f"{record.stage} {record.step:,}/{steps:,}  loss {record.loss:.3f}{heldout}  "
+            f"{record.stage} {record.step:,}/{steps:,}  loss {record.loss:.3f}{both}{heldout}  "
             f"{record.tokens_per_second:,.0f} tokens/s  {minutes}:{seconds:02} left"
         )
 

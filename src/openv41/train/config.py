@@ -89,7 +89,10 @@ class TrainConfig:
     image_share: float = 0.25  # of each batch's tokens, where the run has image-text samples
     learn_image_tokens: bool = False  # also predict the tokens of image spans
     numerics: Literal["f32", "f32qat"] = "f32"  # f32qat rounds caches as serving does
+    micro_batch_tokens: int = 0  # that run at a time, of a batch; 0 for all
     activation_checkpointing: bool = False  # keep only the streams between layers
+    update_rms_steps: int = 50  # between measurements of the updates' size; 0 for none
+    max_skipped_steps: int = 3  # in a row, whose loss is not finite; then the run stops
     checkpoint_steps: int = 200
     heldout_steps: int = 200
     heldout_tokens: int = 32768  # evenly spread over the held-out text
@@ -98,6 +101,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         phases = ("warmup_tokens", "hold_tokens", "tail_tokens")
+        counts_from_0 = ("micro_batch_tokens", "update_rms_steps", "max_skipped_steps")
         counts = ("tokens", "batch_tokens", "checkpoint_steps", "heldout_steps", "heldout_tokens")
         problems = [
             f"{name} is {getattr(self, name)}, must be at least 1"
@@ -106,7 +110,7 @@ class TrainConfig:
         ]
         problems += [
             f"{name} is {getattr(self, name)}, must be at least 0"
-            for name in (*phases, "seed", "balance_speed", "cpu_threads")
+            for name in (*phases, "seed", "balance_speed", "cpu_threads", *counts_from_0)
             if not getattr(self, name) >= 0
         ]
         problems += [

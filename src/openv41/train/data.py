@@ -7,53 +7,13 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int, UInt8
+from jaxtyping import Int
 from torch import Tensor
 
 from openv41.errors import InputError
-from openv41.image_grid import ImageGrid
+from openv41.train.packed_batch import PackedBatch
 from openv41.train.packing import best_fit, mix, shuffled, split_document
 from openv41.train.token_shards import TokenShards
-
-
-@dataclass(frozen=True, slots=True)
-class PackedBatch:
-    """Documents, or pieces of them, one after the other; none sees another one.
-
-    ``targets`` says which tokens are learned, None all of them. ``pixels`` holds the patches of
-    all images, in the order of their spans.
-    """
-
-    ids: Int[Tensor, " T"]
-    lengths: tuple[int, ...]
-    targets: Bool[Tensor, " T"] | None = None
-    pixels: UInt8[Tensor, "P 3 side side"] | None = None
-    grids: tuple[ImageGrid, ...] = ()
-
-    def documents(self) -> list[list[int]]:
-        """Token ids per document."""
-        return [piece.tolist() for piece in self.ids.split(list(self.lengths))]
-
-    def learned(self, also: int | None) -> Bool[Tensor, " T"] | None:
-        """Which tokens are learned, with those of the id ``also``; None for all."""
-        if self.targets is None or also is None:
-            return self.targets
-        return self.targets | (self.ids == also)
-
-    def beside(self, other: "PackedBatch") -> "PackedBatch":
-        """Both batches as one."""
-        targets = [
-            torch.ones(len(b.ids), dtype=torch.bool) if b.targets is None else b.targets
-            for b in (self, other)
-        ]
-        pixels = [b.pixels for b in (self, other) if b.pixels is not None]
-        return PackedBatch(
-            torch.cat([self.ids, other.ids]),
-            self.lengths + other.lengths,
-            torch.cat(targets),
-            torch.cat(pixels) if pixels else None,
-            self.grids + other.grids,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from openv41.errors import InputError
-from openv41.train.data import PackedBatch
 from openv41.train.image_shards import ImageShards
+from openv41.train.packed_batch import PackedBatch
 from openv41.train.packing import best_fit, mix, shuffled
 
 
@@ -41,7 +41,7 @@ class ImageBatches:
             lengths=tuple(len(s.tokens) for s in samples),
             targets=torch.from_numpy(np.concatenate([s.targets for s in samples])),
             pixels=torch.from_numpy(np.concatenate([s.pixels for s in samples])),
-            grids=tuple(grid for s in samples for grid in s.grids),
+            grids=tuple(sample.grids for sample in samples),
         )
 
     def epoch(self, step: int) -> float:

@@ -41,8 +41,9 @@ from openv41.train.image_batches import ImageBatches
 from openv41.train.image_shards import ImageShards
 from openv41.train.metrics import LOG_FILE, RunLog, StepRecord
 from openv41.train.optimizer import Optimizers
+from openv41.train.packed_batch import PackedBatch
 from openv41.train.stages import Place, Stage, num_steps, place_of
-from openv41.train.step import train_step
+from openv41.train.step import DivergedError, train_step
 from openv41.train.token_shards import INDEX_FILE, TokenShards
 
 RUN_FILE = "run.json"
@@ -96,7 +97,7 @@ class Trainer:
         self.tokenizer = load_tokenizer(run.data)
         self.shards.check_tokenizer(self.tokenizer)
         self.step = 0 if state is None else state.step
-        self.num_steps = num_steps(run.stages)
+        self.num_steps, self.skipped = num_steps(run.stages), 0
         first = place_of(run.stages, min(self.step, self.num_steps - 1))
         seed = run.stages[0].train.seed
         torch.manual_seed(seed)
@@ -116,10 +117,12 @@ class Trainer:
         with RunLog(run.out, self.step) as writer, _stop_signals() as stopped:
             while self.step < steps:
                 record = self._advance()
-                writer.add(record)
-                report(record)
+                if record is not None:
+                    writer.add(record)
+                    report(record)
                 last = self.step == steps
-                if stopped or last or self.step % self.train.checkpoint_steps == 0:
+                due = stopped or last or self.step % self.train.checkpoint_steps == 0
+                if due and not self.skipped:  # else the parameters may be what is not finite
                     self.save()
                 if stopped and not last:
                     raise StoppedError(stopped[0], self.step)
@@ -136,16 +139,19 @@ class Trainer:
         """Settings of the stage at hand."""
         return self.stage.train
 
-    def _advance(self) -> StepRecord:
-        """Run one step, and the held-out text where it is due."""
+    def _advance(self) -> StepRecord | None:
+        """Run one step, and the held-out text where it is due; None where it was skipped."""
         place = place_of(self.run.stages, self.step)
         if place.stage is not self.stage:
             self._change(place)
         train, start = self.train, time.perf_counter()
-        packed = self.batches.batch(place.step)
-        if self.images is not None:
-            packed = packed.beside(self.images.batch(place.step))
-        result = train_step(self.model, self.optimizer, packed, train, place.step)
+        packed = self._batch(place)
+        try:
+            result = train_step(self.model, self.optimizer, packed, train, place.step)
+        except DivergedError as error:
+            self._skip(error)
+            return None
+        skipped, self.skipped = self.skipped, 0
         seconds = time.perf_counter() - start
         self.step += 1
         due = self.step % train.heldout_steps == 0 or place.is_last
@@ -155,15 +161,32 @@ class Trainer:
             stage=place.stage.name,
             tokens=place.tokens + train.batch_tokens,
             loss=result.loss,
+            losses=dict(result.losses),
             indexer_loss=result.indexer_loss,
             balance_loss=result.balance_loss,
             lr=result.lr,
             grad_norm=result.grad_norm,
+            update_rms=result.update_rms,
+            skipped=skipped,
             balance=measure_balance(result.loads),
             image_tokens=int((packed.ids == self.run.model.image_token_id).sum()),
             tokens_per_second=train.batch_tokens / seconds,
             heldout_bits_per_byte=score,
         )
+
+    def _batch(self, place: Place) -> PackedBatch:
+        packed = self.batches.batch(place.step)
+        if self.images is None:
+            return packed
+        return packed.beside(self.images.batch(place.step))
+
+    def _skip(self, error: DivergedError) -> None:
+        """Go on behind a batch that changed nothing, unless too many did so in a row."""
+        self.skipped += 1
+        if self.skipped > self.train.max_skipped_steps:
+            raise error
+        logger.warning("%s; this batch is skipped", str(error).partition(";")[0])
+        self.step += 1
 
     def _enter(self, place: Place) -> None:
         """Open the data of a stage, and make a model and optimizers for it, yet without values."""

@@ -1,10 +1,12 @@
 """What a run writes down: one JSON object per step in ``log.jsonl``, and TensorBoard's events.
 
 Keys of a step: ``step`` (the first is 1), ``stage``, ``tokens`` seen so far, ``loss`` in nats per
-token, ``indexer_loss`` and ``balance_loss`` before their weights and summed over layers, unless
-turned off (see layers/objectives.py), ``lr`` before the groups' factors, ``grad_norm`` before
-clipping, ``balance`` of text and of image tokens (see train/balance.py), ``image_tokens`` of this
-step, ``tokens_per_second``, and at intervals ``heldout_bits_per_byte``.
+token and ``losses`` of text and of documents with an image, ``indexer_loss`` and ``balance_loss``
+before their weights and summed over layers, unless turned off (see layers/objectives.py), ``lr``
+before the groups' factors, ``grad_norm`` before clipping, ``update_rms`` of each group's step over
+its learning rate where it was measured, ``skipped`` batches before this one, ``balance`` of text
+and of image tokens (see train/balance.py), ``image_tokens`` of this step, ``tokens_per_second``,
+and at intervals ``heldout_bits_per_byte``.
 """
 
 import json
@@ -33,10 +35,13 @@ class StepRecord:
     stage: str
     tokens: int
     loss: float
+    losses: dict[str, float]
     indexer_loss: float | None = None
     balance_loss: float | None = None
     lr: float
     grad_norm: float
+    update_rms: dict[str, float] | None = None
+    skipped: int = 0
     balance: dict[str, Balance]
     image_tokens: int = 0
     tokens_per_second: float

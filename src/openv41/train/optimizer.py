@@ -1,5 +1,6 @@
 """The optimizers of a run behind one interface: Muon, Sinkhorn-balanced, AdamW. Report §2.5."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -64,6 +65,23 @@ class Optimizers:
         """Update every parameter that has a gradient."""
         for part in self.parts:
             part.step()
+
+    @torch.no_grad()
+    def measured_step(self) -> dict[str, float]:
+        """Update, and return the RMS of each group's step over its learning rate.
+
+        Decay counts as a part of the step. Needs a copy of the parameters for the time of the step.
+        """
+        before = {p: p.detach().clone() for p in self.parameters() if p.grad is not None}
+        self.step()
+        found = {}
+        for group in self.groups:
+            moved = [p for p in group["params"] if p in before]
+            square = sum(float((p - before[p]).double().square().sum()) for p in moved)
+            if moved and group["lr"]:
+                count = sum(p.numel() for p in moved)
+                found[group["name"]] = math.sqrt(square / count) / group["lr"]
+        return found
 
     def zero_grad(self) -> None:
         """Drop all gradients."""

@@ -14,10 +14,10 @@ from openv41.io.image_processor import scale_pixels
 from openv41.layers.batch import Batch
 from openv41.layers.objectives import Losses
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
-from openv41.train.balance import update_biases
+from openv41.train.balance import KINDS, update_biases
 from openv41.train.config import TrainConfig
-from openv41.train.data import PackedBatch
 from openv41.train.optimizer import Optimizers
+from openv41.train.packed_batch import PackedBatch
 from openv41.train.schedule import lr_factor
 
 LOGITS_AT_ONCE = 1 << 22  # logits that are alive at a time: 16 MB
@@ -32,9 +32,11 @@ class StepResult:
     """What one step measured."""
 
     loss: float  # nats per target, of the language model alone
+    losses: Mapping[str, float]  # the same for "text" and for documents with an "image"
     indexer_loss: float | None  # these two before their weights; None where turned off
     balance_loss: float | None
     grad_norm: float  # before clipping
+    update_rms: dict[str, float] | None  # of each group, over its learning rate; where measured
     lr: float
     loads: Mapping[int, Int[Tensor, "2 E"]]  # per layer: tokens per expert, of text and of images
 
@@ -46,18 +48,14 @@ def train_step(
     config: TrainConfig,
     step: int,
 ) -> StepResult:
-    """Train on one batch; raises DivergedError before anything has changed."""
-    device = model.norm.weight.device
-    ids = packed.ids.to(device)
-    embeds = None
-    if packed.pixels is not None:
-        assert model.vision is not None, "images for a model without a vision encoder"
-        embeds = model.vision(scale_pixels(packed.pixels.to(device)), packed.grids)
-    batch, recompute = Batch.packed(ids, packed.lengths, embeds), config.activation_checkpointing
-    out = model(batch, objectives=config.objectives, recompute=recompute)
-    learned = packed.learned(model.config.image_token_id if config.learn_image_tokens else None)
-    rows, targets = next_tokens(ids, packed.lengths, learned)
-    loss = backward(model, out.hidden, rows, targets, weighted(out.losses, config))
+    """Train on one batch; raises DivergedError before anything has changed.
+
+    The batch runs in parts of ``micro_batch_tokens``; gradients and loads are those of the whole.
+    """
+    sums = Sums(model, packed, config)
+    for part in packed.split(config.micro_batch_tokens or len(packed.ids)):
+        sums.add(part)
+    loss = sums.loss
     grad_norm = clip_gradients(optimizer, config.optimizer.clip_norm)
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         optimizer.zero_grad()
@@ -68,19 +66,79 @@ def train_step(
         )
     lr = config.optimizer.lr * lr_factor(config, step)
     optimizer.set_lr(lr)
-    optimizer.step()
+    update_rms = None
+    if config.update_rms_steps and (step + 1) % config.update_rms_steps == 0:
+        update_rms = optimizer.measured_step()
+    else:
+        optimizer.step()
     optimizer.zero_grad()
-    update_biases(
-        model, out.expert_counts, config.balance_speed, by_modality=config.modality_biases
-    )
+    update_biases(model, sums.loads, config.balance_speed, by_modality=config.modality_biases)
     return StepResult(
         loss=loss,
-        indexer_loss=_number(out.losses.indexer),
-        balance_loss=_number(out.losses.balance),
+        losses=sums.by_modality(),
+        indexer_loss=sums.indexer,
+        balance_loss=sums.balance,
         grad_norm=grad_norm,
+        update_rms=update_rms,
         lr=lr,
-        loads=out.expert_counts,
+        loads=sums.loads,
     )
+
+
+class Sums:
+    """Losses, gradients and loads of a batch, added up part by part."""
+
+    def __init__(
+        self, model: CausalEncoderDecoder, packed: PackedBatch, config: TrainConfig
+    ) -> None:
+        self.model, self.config = model, config
+        self._also = model.config.image_token_id if config.learn_image_tokens else None
+        self.num_tokens = len(packed.ids)
+        self.num_targets = len(self._targets(packed)[0])
+        self.nats = torch.zeros(2, dtype=torch.float64)  # of text, of documents with images
+        self.counts = torch.zeros(2, dtype=torch.int64)
+        self.loads: dict[int, Tensor] = {}
+        self.indexer: float | None = None
+        self.balance: float | None = None
+
+    @property
+    def loss(self) -> float:
+        """Mean over all targets, in nats."""
+        return float(self.nats.sum() / max(1, self.num_targets))
+
+    def by_modality(self) -> dict[str, float]:
+        """Mean loss of each kind of document that occurs."""
+        pairs = zip(KINDS, self.nats.tolist(), self.counts.tolist(), strict=True)
+        return {kind: nats / count for kind, nats, count in pairs if count}
+
+    def add(self, part: PackedBatch) -> None:
+        """Run a part forward and backward."""
+        model, config = self.model, self.config
+        device = model.norm.weight.device
+        ids, embeds = part.ids.to(device), None
+        if part.pixels is not None:
+            assert model.vision is not None, "images for a model without a vision encoder"
+            embeds = model.vision(scale_pixels(part.pixels.to(device)), part.images)
+        batch = Batch.packed(ids, part.lengths, embeds)
+        recompute = config.activation_checkpointing
+        out = model(batch, objectives=config.objectives, recompute=recompute)
+        rows, targets = self._targets(part)
+        kinds = part.has_images().to(device)[rows].long()
+        share = len(ids) / self.num_tokens
+        others = [share * loss for loss in weighted(out.losses, config)]
+        nats = backward(
+            model, out.hidden, rows, targets, num_targets=self.num_targets, others=others
+        )
+        self.nats += torch.zeros_like(self.nats).index_add(0, kinds.cpu(), nats.cpu())
+        self.counts += kinds.cpu().bincount(minlength=2)
+        for layer, counts in out.expert_counts.items():
+            self.loads[layer] = self.loads.get(layer, 0) + counts
+        self.indexer = _plus(self.indexer, out.losses.indexer, share)
+        self.balance = _plus(self.balance, out.losses.balance, share)
+
+    def _targets(self, part: PackedBatch) -> tuple[Tensor, Tensor]:
+        ids = part.ids.to(self.model.norm.weight.device)
+        return next_tokens(ids, part.lengths, part.learned(self._also))
 
 
 def next_tokens(
@@ -104,20 +162,23 @@ def backward(
     hidden: Float[Tensor, "T D"],
     rows: Int[Tensor, " targets"],
     targets: Int[Tensor, " targets"],
+    *,
+    num_targets: int,
     others: Sequence[Float[Tensor, ""]] = (),
-) -> float:
-    """Mean cross-entropy of the targets; its gradients and those of ``others`` in every parameter.
+) -> Float[Tensor, " targets"]:
+    """Cross-entropy of each target; gradients of its sum over ``num_targets``, and of ``others``.
 
     The head runs forward and backward piece by piece, so that only one piece of logits is alive.
     """
     cut = hidden.detach().requires_grad_()
-    loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
+    losses = []
     for own, wanted in _pieces(rows, targets, model.config.vocab_size):
-        piece = F.cross_entropy(model.logits(cut[own]), wanted, reduction="sum") / len(targets)
-        piece.backward()
-        loss += piece.detach()
-    torch.autograd.backward([hidden, *others], [cut.grad, *[None] * len(others)])
-    return float(loss)
+        piece = F.cross_entropy(model.logits(cut[own]), wanted, reduction="none")
+        (piece.sum() / num_targets).backward()
+        losses.append(piece.detach().double())
+    gradient = torch.zeros_like(hidden) if cut.grad is None else cut.grad
+    torch.autograd.backward([hidden, *others], [gradient, *[None] * len(others)])
+    return torch.cat(losses) if losses else hidden.new_zeros(0, dtype=torch.float64)
 
 
 def weighted(losses: Losses, config: TrainConfig) -> list[Float[Tensor, ""]]:
@@ -145,8 +206,8 @@ def clip_gradients(optimizer: Optimizers, max_norm: float) -> float:
     return float(torch.nn.utils.clip_grad_norm_(optimizer.parameters(), max_norm or math.inf))
 
 
-def _number(loss: Tensor | None) -> float | None:
-    return None if loss is None else loss.item()
+def _plus(total: float | None, loss: Tensor | None, share: float) -> float | None:
+    return total if loss is None else (total or 0.0) + share * loss.item()
 
 
 def _pieces(rows: Tensor, targets: Tensor, vocab_size: int) -> Iterator[tuple[Tensor, Tensor]]:

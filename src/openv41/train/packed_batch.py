@@ -1,0 +1,90 @@
+"""Documents packed into one batch, and its parts. Report §2.5."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int, UInt8
+from torch import Tensor
+
+from openv41.image_grid import ImageGrid
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedBatch:
+    """Documents, or pieces of them, one after the other; none sees another one.
+
+    ``targets`` says which tokens are learned, None all of them. ``grids`` holds the images of each
+    document, and is empty where none has any; ``pixels`` holds the patches of all images.
+    """
+
+    ids: Int[Tensor, " T"]
+    lengths: tuple[int, ...]
+    targets: Bool[Tensor, " T"] | None = None
+    pixels: UInt8[Tensor, "patches 3 side side"] | None = None
+    grids: tuple[tuple[ImageGrid, ...], ...] = ()
+
+    @property
+    def images(self) -> tuple[ImageGrid, ...]:
+        """Grids of all images, in the order of their spans."""
+        return tuple(grid for document in self.grids for grid in document)
+
+    def documents(self) -> list[list[int]]:
+        """Token ids per document."""
+        return [piece.tolist() for piece in self.ids.split(list(self.lengths))]
+
+    def learned(self, also: int | None) -> Bool[Tensor, " T"] | None:
+        """Which tokens are learned, with those of the id ``also``; None for all."""
+        if self.targets is None or also is None:
+            return self.targets
+        return self.targets | (self.ids == also)
+
+    def has_images(self) -> Bool[Tensor, " T"]:
+        """Whether the document of each token holds an image."""
+        found = torch.tensor([bool(images) for images in self._grids()], dtype=torch.bool)
+        return found.repeat_interleave(torch.tensor(self.lengths))
+
+    def beside(self, other: "PackedBatch") -> "PackedBatch":
+        """Both batches as one."""
+        targets = [
+            torch.ones(len(b.ids), dtype=torch.bool) if b.targets is None else b.targets
+            for b in (self, other)
+        ]
+        pixels = [b.pixels for b in (self, other) if b.pixels is not None]
+        return PackedBatch(
+            torch.cat([self.ids, other.ids]),
+            self.lengths + other.lengths,
+            torch.cat(targets),
+            torch.cat(pixels) if pixels else None,
+            self._grids() + other._grids(),
+        )
+
+    def split(self, most: int) -> Iterator["PackedBatch"]:
+        """Consecutive documents in parts of at most ``most`` tokens, or of one document."""
+        first = 0
+        while first < len(self.lengths):
+            last = first + 1
+            while last < len(self.lengths) and sum(self.lengths[first : last + 1]) <= most:
+                last += 1
+            yield self._part(first, last)
+            first = last
+
+    def _grids(self) -> tuple[tuple[ImageGrid, ...], ...]:
+        return self.grids or ((),) * len(self.lengths)
+
+    def _part(self, first: int, last: int) -> "PackedBatch":
+        grids = self._grids()
+        tokens = slice(sum(self.lengths[:first]), sum(self.lengths[:last]))
+        patches = slice(_patches(grids[:first]), _patches(grids[:last]))
+        has_pixels = self.pixels is not None and patches.start < patches.stop
+        return PackedBatch(
+            self.ids[tokens],
+            self.lengths[first:last],
+            None if self.targets is None else self.targets[tokens],
+            self.pixels[patches] if self.pixels is not None and has_pixels else None,
+            grids[first:last],
+        )
+
+
+def _patches(documents: tuple[tuple[ImageGrid, ...], ...]) -> int:
+    return sum(grid.num_patches for document in documents for grid in document)
