@@ -100,7 +100,7 @@ def test_an_effort_that_is_none(tmp_path):
 
 def test_lines_that_cannot_be_read(tmp_path):
     """They are told, and the conversation goes on."""
-    checkpoint = make_seeing(tmp_path, std=0.3)
+    checkpoint = make_seeing(tmp_path)
     lines = b"/image a\0b.png\n\xff\xfe hello\n/stats\n/quit\n"
     result = CliRunner().invoke(app, ["chat", str(checkpoint)], input=lines)
     assert result.exit_code == 0, result.stderr

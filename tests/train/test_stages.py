@@ -1,8 +1,14 @@
 """Stages: which step stands where, what a recipe changes, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from openv41.errors import ConfigError
+from openv41.layers.batch import Batch
+from openv41.layers.probe import Probe
+from openv41.plan import plan_layers
 from openv41.train.config import OptimizerConfig, TrainConfig
 from openv41.train.stages import (
     RECIPES,
@@ -11,7 +17,9 @@ from openv41.train.stages import (
     num_steps,
     num_tokens,
     place_of,
+    without_restriction,
 )
+from tests.layers.mini import mini_config, mini_model, random_ids
 
 BASE = TrainConfig(
     tokens=1000,
@@ -45,7 +53,7 @@ ZERO = {"warmup_tokens": 0}
 
 
 def test_recipes_change_what_they_say():
-    assert RECIPES["pretrain"](BASE) == BASE
+    assert RECIPES["pretrain"](BASE) == replace(BASE, restrict_candidates=False)
     extended = RECIPES["extend"](BASE)
     assert (extended.sequence_length, extended.batch_tokens, extended.tokens) == (40, 80, 100)
     assert (extended.optimizer.lr, extended.final_lr_factor) == (0.05, 1.0)
@@ -65,3 +73,26 @@ def test_recipes_change_what_they_say():
 def test_names_that_do_not_work(names, message):
     with pytest.raises(ConfigError, match=message):
         check_names(names)
+
+
+@torch.no_grad()
+def test_without_a_restriction_every_entry_can_be_chosen():
+    """What a Reindex layer then chooses are the best of all its scores."""
+    config = mini_config()
+    free = mini_model(5, torch.float32, config=without_restriction(config))
+    bound = mini_model(5, torch.float32, config=config)
+    batch = Batch.from_documents([random_ids(90, seed=3)])
+    chosen, scores = {}, {}
+    for name, model in (("free", free), ("bound", bound)):
+        probe = Probe()
+        model(batch, probe=probe)
+        for layer in (p.layer for p in plan_layers(config) if p.uses_candidates):
+            chosen[name, layer] = probe.values[f"layers.{layer}.topk_indices"]
+            scores[name, layer] = probe.values[f"layers.{layer}.index_scores"]
+    layers = {layer for _, layer in chosen}
+    assert layers
+    for layer in layers:
+        last = scores["free", layer][-1]
+        want = last.topk(config.indexer.top_k).indices.sort().values
+        assert chosen["free", layer][-1].tolist() == want.tolist()
+        assert chosen["bound", layer][-1].tolist() != want.tolist()

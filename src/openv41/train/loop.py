@@ -42,7 +42,7 @@ from openv41.train.image_shards import ImageShards
 from openv41.train.metrics import LOG_FILE, RunLog, StepRecord
 from openv41.train.optimizer import Optimizers
 from openv41.train.packed_batch import PackedBatch
-from openv41.train.stages import Place, Stage, num_steps, place_of
+from openv41.train.stages import Place, Stage, num_steps, place_of, without_restriction
 from openv41.train.step import DivergedError, train_step
 from openv41.train.token_shards import INDEX_FILE, TokenShards
 
@@ -200,10 +200,9 @@ class Trainer:
             seed=seed,
         )
         self.heldout = self._open_heldout()
-        numerics = NUMERICS[self.train.numerics]
-        self.model = CausalEncoderDecoder(
-            run.model, numerics, device=run.device, dtype=torch.float32
-        )
+        numerics, restricts = NUMERICS[self.train.numerics], self.train.restrict_candidates
+        config = run.model if restricts else without_restriction(run.model)
+        self.model = CausalEncoderDecoder(config, numerics, device=run.device, dtype=torch.float32)
         if run.token_map is not None:
             self.model.set_token_map(run.token_map)
         self.optimizer = Optimizers(self.model, self.train.optimizer)

@@ -1,12 +1,14 @@
 """Stages of a run, each a recipe: what it changes in the run's settings. Report §2.3.2, §2.4.4.
 
-Pre-training rounds no cache. Context extension goes on with longer sequences. Post-training rounds
-caches and index keys as serving does.
+Pre-training rounds no cache and restricts no indexer. Context extension goes on with longer
+sequences. Post-training rounds caches and index keys and restricts the deeper indexers to their
+candidates, as serving does.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from openv41.config import ModelConfig
 from openv41.errors import ConfigError
 from openv41.train.config import TrainConfig
 
@@ -35,8 +37,8 @@ class Place:
 
 
 def pretrain(base: TrainConfig) -> TrainConfig:
-    """From random weights, with exact caches."""
-    return base
+    """From random weights, with exact caches; every indexer chooses among all entries."""
+    return replace(base, restrict_candidates=False)
 
 
 def extend(base: TrainConfig) -> TrainConfig:
@@ -47,6 +49,7 @@ def extend(base: TrainConfig) -> TrainConfig:
     return replace(
         base,
         tokens=max(base.tokens // 10, batch_tokens),
+        restrict_candidates=False,
         sequence_length=longer,
         batch_tokens=batch_tokens,
         warmup_tokens=0,
@@ -75,6 +78,12 @@ RECIPES: Mapping[str, Callable[[TrainConfig], TrainConfig]] = {
     "extend": extend,
     "posttrain": posttrain,
 }
+
+
+def without_restriction(model: ModelConfig) -> ModelConfig:
+    """The same model with a candidate pool that holds every entry."""
+    blocks = -(-model.max_position // model.indexer.block_size)
+    return replace(model, indexer=replace(model.indexer, candidate_blocks=blocks))
 
 
 def check_names(names: Sequence[str]) -> None:
