@@ -4,12 +4,12 @@ PRESET = "tiny"
 VOCABULARY = 4096
 SEED = 1
 
-TOKENS = 458_752  # of pre-training; post-training adds a tenth; a part belongs to images
+TOKENS = 468_480  # of pre-training; post-training adds a tenth; a part belongs to images
 STAGES = "pretrain,posttrain"
 TRAINING = {  # openv41 train ... --set key=value
     "sequence_length": 128,
-    "batch_tokens": 1024,
-    "image_share": 0.125,
+    "batch_tokens": 1280,
+    "image_share": 0.2,
     "warmup_tokens": 40_000,
     "decay": "linear",
     "cpu_threads": 1,
@@ -17,6 +17,7 @@ TRAINING = {  # openv41 train ... --set key=value
     "optimizer.token_lr_factor": 3.0,
     "optimizer.engram_table_lr_factor": 0.2,  # a row that is hit once moves on for many steps
     "optimizer.sinkhorn_threshold": 0.1,
+    "optimizer.vision_lr_factor": 1.0,  # the encoder starts from random weights too
     "pretrain.final_lr_factor": 0.1,
     "pretrain.indexer_loss": 0.0,  # nothing restricts an indexer yet, and it takes a fifth longer
 }
