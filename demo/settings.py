@@ -9,7 +9,7 @@ STAGES = "pretrain,posttrain"
 TRAINING = {  # openv41 train ... --set key=value
     "sequence_length": 128,
     "batch_tokens": 1280,
-    "image_share": 0.2,
+    "image_share": 0.1,
     "warmup_tokens": 40_000,
     "decay": "linear",
     "cpu_threads": 1,
