@@ -4,7 +4,7 @@ PRESET = "tiny"
 VOCABULARY = 4096
 SEED = 1
 
-TOKENS = 468_480  # of pre-training; post-training adds a tenth; a part belongs to images
+TOKENS = 390_400  # of pre-training; post-training adds a tenth; a part belongs to images
 STAGES = "pretrain,posttrain"
 TRAINING = {  # openv41 train ... --set key=value
     "sequence_length": 128,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from openv41.train.sinkhorn_update import SinkhornBalanced, balance
+from openv41.train.sinkhorn_update import SinkhornBalanced, live_rows
 from tests.close import assert_close
 from tests.train.update_oracle import sinkhorn
 
@@ -34,10 +34,12 @@ def sparse(rows, columns, live, dtype=torch.float64):
     return gradient * 1e-6
 
 
-@pytest.mark.parametrize("shape", [(40, 6), (7, 20)])
-def test_three_steps_follow_algorithm_1(shape):
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.1])
+@pytest.mark.parametrize("shape", [(40, 6), (20, 20)])
+def test_three_steps_follow_algorithm_1(shape, share):
+    """With most rows live, and with few."""
     weight = torch.randn(shape, dtype=torch.float64)
-    steps = [sparse(*shape, shape[0] // 2) for _ in range(3)]
+    steps = [sparse(*shape, int(shape[0] * share)) for _ in range(3)]
     got, _, _ = run(weight, steps)
     want = sinkhorn(weight.numpy(), [g.numpy() for g in steps], **ORACLE)
     assert_close("weight", got, want, rtol=1e-10, atol=1e-12)
@@ -61,9 +63,12 @@ def test_rows_near_zero_are_left_alone():
     gradient = torch.randn(100, 8, dtype=torch.float64)
     gradient[3] *= 0.95e-3 * gradient.norm(dim=1).mean() / gradient[3].norm()
     gradient[4] *= 1.05e-3 * gradient.norm(dim=1).mean() / gradient[4].norm()
-    rows, _ = balance(gradient, 11, 1e-3)
-    assert rows[3] == 0
-    assert rows[4] > 0
+    live = live_rows(gradient, 1e-3)
+    assert live.sum() == 99
+    assert not live[3]
+    _, [move], _ = run(torch.zeros(100, 8, dtype=torch.float64), [gradient])
+    assert not move[3].any()
+    assert move[4].any()
 
 
 def test_a_row_moves_in_whole_steps_until_its_momentum_fades():

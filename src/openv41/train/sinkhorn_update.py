@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 
@@ -50,32 +50,48 @@ class SinkhornBalanced(torch.optim.Optimizer):
             state["momentum"] = torch.zeros_like(parameter)
         momentum = state["momentum"].lerp_(gradient, 1 - beta)
         nesterov = torch.lerp(gradient, momentum, beta)
-        rows, columns = balance(nesterov, group["steps"], group["threshold"])
+        live = live_rows(nesterov, group["threshold"])
         scale = group["lr"] * group["update_rms"] * math.sqrt(parameter.shape[1])
-        parameter.addcmul_(nesterov.mul_(rows[:, None]), columns, value=-scale)
+        if 2 * int(live.sum()) > len(live):
+            rows, columns = balance(nesterov, live, group["steps"])
+            parameter.addcmul_(nesterov.mul_(rows[:, None]), columns, value=-scale)
+        else:  # a copy of the live rows alone costs less
+            chosen = live.nonzero()[:, 0]
+            part = nesterov[chosen]
+            rows, columns = balance(part, live[chosen], group["steps"])
+            parameter.index_add_(0, chosen, part.mul_(rows[:, None]).mul_(columns), alpha=-scale)
+
+
+def live_rows(gradient: Float[Tensor, "rows columns"], threshold: float) -> Bool[Tensor, " rows"]:
+    """Rows of a norm above ``threshold`` times the mean norm."""
+    norms = (gradient / _peak(gradient)).square().sum(1).sqrt()
+    return norms > threshold * norms.mean()
 
 
 def balance(
-    gradient: Float[Tensor, "rows columns"], steps: int, threshold: float
+    gradient: Float[Tensor, "rows columns"], live: Bool[Tensor, " rows"], steps: int
 ) -> tuple[Float[Tensor, " rows"], Float[Tensor, " columns"]]:
     """Scales of rows and of columns: their product with ``gradient`` has rows of norm 1.
 
-    Odd steps bring rows to norm 1, even ones columns. Rows of a norm of at most ``threshold``
-    times the mean norm get scale 0. A row or column of zeros keeps its scale, where the report adds
-    1e-20 to a norm of 0.
+    Odd steps bring rows to norm 1, even ones columns. Rows that are not ``live`` get scale 0. A row
+    or column of zeros keeps its scale, where the report adds 1e-20 to a norm of 0.
     """
-    peak = gradient.abs().amax().clamp_min(torch.finfo(gradient.dtype).tiny)
-    square = (gradient / peak).square()  # of values near 1, since small ones vanish when squared
-    norms = square.sum(1).sqrt()
-    live = norms > threshold * norms.mean()
+    peak = _peak(gradient)
+    square = (gradient / peak).square()
     rows = live.to(gradient.dtype)
-    columns = torch.ones_like(gradient[0])
+    columns = gradient.new_ones(gradient.shape[1])
     for step in range(steps):
         if step % 2 == 0:
             rows = _divide(rows, rows * (square @ columns.square()).sqrt())
         else:
             columns = _divide(columns, columns * (rows.square() @ square).sqrt())
     return rows / peak, columns
+
+
+def _peak(gradient: Tensor) -> Tensor:
+    """Largest value, by which others are divided before they are squared: small squares vanish."""
+    least = torch.finfo(gradient.dtype).tiny
+    return gradient.abs().amax().clamp_min(least) if len(gradient) else gradient.new_ones(())
 
 
 def _divide(scale: Tensor, norm: Tensor) -> Tensor:
