@@ -1,13 +1,11 @@
 """Tests of one xdist group run in one process: what one of them computes, the others reuse."""
 
-import os
-
 import pytest
 
 
 @pytest.mark.xdist_group("of one")
 def test_groups_reach_the_scheduler(request):
     """It finds them at the end of a test's name."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        pytest.skip("needs pytest-xdist: make test")
+    if not request.config.getoption("loadgroup", default=False):
+        pytest.skip("needs --dist loadgroup: make test")
     assert request.node.nodeid.endswith("@of one")
