@@ -109,13 +109,14 @@ class AsyncEngine:
                 self._step()
         except Exception:
             logger.exception("the engine stops; it cannot go on")
-        with self._wake:
-            self._draining = True
-        try:
-            self.engine.close()
-        except Exception:
-            logger.exception("the engine is not closed in order")
-        self._end_streams()
+        finally:  # also after what is no Exception, such as a panic of a library
+            with self._wake:
+                self._draining = True
+            try:
+                self.engine.close()
+            except Exception:
+                logger.exception("the engine is not closed in order")
+            self._end_streams()
 
     def _step(self) -> None:
         try:
