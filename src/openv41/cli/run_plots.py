@@ -86,10 +86,11 @@ def _draw_updates(figure: "Figure", records: Sequence[Record]) -> bool:
     if not found:
         return False
     axes = figure.subplots()
-    for group in found[0]["update_rms"]:
-        _line(axes, [(r["tokens"], r["update_rms"][group]) for r in found], None, group)
+    for group in sorted({group for r in found for group in r["update_rms"]}):
+        points = [(r["tokens"], r["update_rms"][group]) for r in found if group in r["update_rms"]]
+        _line(axes, points, None, group)
     axes.set_yscale("log")
-    _finish(axes, "Size of updates", "RMS")
+    _finish(axes, "Size of updates", "RMS over the learning rate", legend=False)
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return True
 
