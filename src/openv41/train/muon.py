@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from openv41.train.newton_schulz import newton_schulz
 
 VALUES_AT_ONCE = 1 << 26  # of the blocks that are orthogonalised together
+_Member = tuple[nn.Parameter, dict[str, Any]]  # with its group
 
 
 class Muon(torch.optim.Optimizer):
@@ -55,18 +56,19 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         assert closure is None, "Muon takes no closure"
-        alike: dict[tuple[torch.Size, torch.dtype, torch.device], list[_Part]] = defaultdict(list)
+        alike: dict[tuple[torch.Size, torch.dtype, torch.device], list[_Member]] = defaultdict(list)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    part = _Part(parameter, group, self.state[parameter])
-                    dtype = self._dtype(parameter, part.nesterov)
-                    alike[part.nesterov.shape[-2:], dtype, parameter.device].append(part)
-        for (shape, dtype, _), parts in alike.items():
-            for some in _chunks(parts, max(1, VALUES_AT_ONCE // math.prod(shape))):
-                together = newton_schulz(torch.cat([part.nesterov for part in some]), dtype)
-                counts = [len(part.nesterov) for part in some]
-                for part, update in zip(some, together.split(counts), strict=True):
+                    blocks = as_blocks(parameter, group["blocks"])
+                    key = blocks.shape[-2:], self._dtype(parameter, blocks), parameter.device
+                    alike[key].append((parameter, group))
+        for (_, dtype, _), members in alike.items():
+            for some in _chunks(members):
+                parts = [_Part(p, group, self.state[p]) for p, group in some]
+                together = newton_schulz(torch.cat([part.nesterov for part in parts]), dtype)
+                counts = [len(part.nesterov) for part in parts]
+                for part, update in zip(parts, together.split(counts), strict=True):
                     part.apply(update)
 
     def _dtype(self, parameter: Tensor, blocks: Tensor) -> torch.dtype:
@@ -107,12 +109,14 @@ def as_blocks(
     return matrix.reshape(-1, rows // blocks, columns)
 
 
-def _chunks(parts: list[_Part], most: int) -> Iterator[list[_Part]]:
-    """Consecutive parts with at most ``most`` blocks together, or one part."""
-    some: list[_Part] = []
-    for part in parts:
-        if some and sum(len(p.nesterov) for p in (*some, part)) > most:
+def _chunks(members: list[_Member]) -> Iterator[list[_Member]]:
+    """Consecutive parameters of at most ``VALUES_AT_ONCE`` values together, or one parameter."""
+    some: list[_Member] = []
+    count = 0
+    for member in members:
+        if some and count + member[0].numel() > VALUES_AT_ONCE:
             yield some
-            some = []
-        some.append(part)
+            some, count = [], 0
+        some.append(member)
+        count += member[0].numel()
     yield some
