@@ -26,6 +26,14 @@ SETTINGS = {
     "image_share": 0.5,
     "warmup_tokens": 20_000,
     "optimizer.lr": 3e-3,
+    "optimizer.matrix_update": "adamw",
+    "optimizer.token_update": "adamw",
+    "optimizer.token_lr_factor": 6.0,
+    "optimizer.vision_lr_factor": 1.0,
+    "decay": "linear",
+    "balance_loss": 0.0,  # the biases alone are compared
+    "indexer_loss": 0.0,
+    "restrict_candidates": "true",
     "checkpoint_steps": 1_000_000,
 }
 

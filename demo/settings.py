@@ -13,7 +13,7 @@ TRAINING = {  # openv41 train ... --set key=value
     "warmup_tokens": 40_000,
     "decay": "linear",
     "cpu_threads": 1,
-    # In 300 steps of a tiny model AdamW learns most per second; see docs/training.md.
+    # For 300 short steps of a tiny model; see docs/training.md.
     "optimizer.matrix_update": "adamw",
     "optimizer.token_update": "adamw",
     "optimizer.lr": 3e-3,
@@ -21,6 +21,7 @@ TRAINING = {  # openv41 train ... --set key=value
     "optimizer.vision_lr_factor": 1.0,
     "indexer_loss": 0.0,
     "balance_loss": 0.0,
+    "restrict_candidates": "true",
 }
 
 HELDOUT_DIGITS = 360  # the last of 1,797

@@ -47,17 +47,6 @@ def test_groups_carry_rule_rate_decay_and_heads():
         assert parameter.requires_grad == (id(parameter) in updated) == (not left_out), name
 
 
-def test_a_frozen_part_asks_for_no_gradient():
-    model = CausalEncoderDecoder(tiny(), device="meta")
-    optimizers = Optimizers(model, OptimizerConfig())
-    optimizers.set_frozen("vision encoder", is_frozen=True)
-    frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
-    inside = {n for n, _ in model.named_parameters() if n.startswith("vision.encoder.")}
-    assert {n for n in frozen if ".gate." not in n} == inside - {"vision.encoder.norm.weight"}
-    optimizers.set_frozen("vision encoder", is_frozen=False)
-    assert all(p.requires_grad for n, p in model.named_parameters() if n in inside)
-
-
 @pytest.mark.parametrize(
     ("change", "name", "update", "blocks"),
     [

@@ -14,6 +14,7 @@ import torch
 
 from openv41.config import NUMERICS
 from openv41.errors import CheckpointError, ConfigError, InputError
+from openv41.io.checkpoint import load_model
 from openv41.train.checkpoint import FOLDER, has_run, load_newest
 from openv41.train.config import OptimizerConfig
 from openv41.train.loop import StoppedError, Trainer
@@ -266,3 +267,16 @@ def test_a_stage_changes_what_it_says(shards, tmp_path):
     rounded, plain = read_log(tmp_path / "rounded"), read_log(tmp_path / "exact")
     assert [r["loss"] for r in rounded[:2]] == [r["loss"] for r in plain[:2]]
     assert all(a["loss"] != b["loss"] for a, b in zip(rounded[2:], plain[2:], strict=True))
+
+
+def test_the_export_is_the_model_that_was_asked_for(shards, tmp_path):
+    """A stage may train it with another candidate pool; its configuration is not the model's."""
+    run = changed(mini_run(shards, tmp_path / "out", tokens=64), restrict_candidates=False)
+    trainer = Trainer(run, resume=False)
+    assert trainer.model.config != run.model
+    folder = trainer.fit()
+    loaded = load_model(folder)
+    assert loaded.config == run.model
+    after = trainer.model.state_dict()
+    assert all(torch.equal(v, after[n]) for n, v in loaded.state_dict().items())
+    assert torch.equal(loaded.token_map, trainer.model.token_map)

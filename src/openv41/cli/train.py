@@ -19,7 +19,7 @@ from openv41.train.loop import Report, Run, StoppedError, Trainer
 from openv41.train.malloc import keep_freed_memory
 from openv41.train.metrics import StepRecord
 from openv41.train.recipes import configure, without_data
-from openv41.train.stages import RECIPES, Stage, num_steps, num_tokens
+from openv41.train.stages import RECIPES, Stage, num_image_tokens, num_steps, num_tokens
 
 PLAIN_SECONDS = 10.0  # between the lines of a progress that no terminal shows
 
@@ -98,16 +98,19 @@ def _describe(trainer: Trainer) -> str:
     model = trainer.model
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     kept = sum(p.numel() for p in model.parameters()) - trained
-    steps, tokens = trainer.num_steps, num_tokens(trainer.run.stages)
-    images = ""
+    tokens, images = num_tokens(trainer.run.stages), ""
+    text = tokens
     if trainer.images is not None:
-        images = f", {trainer.images.epoch(steps):.2f} of images"
+        image_tokens = num_image_tokens(trainer.run.stages)
+        images = f", {image_tokens:,} of them for image-text samples"
+        text -= image_tokens
     indexer = "" if trainer.train.indexer_loss else ", the indexer's without a gradient"
     from_step = f", from step {trainer.step:,}" if trainer.step else ""
     return (
         f"{trained:,} parameters to train ({kept:,} routing biases follow the load instead)"
-        f"{indexer}; {steps:,} steps, {tokens:,} tokens, "
-        f"{trainer.batches.epoch(steps):.2f} epochs of text{images}{from_step}"
+        f"{indexer}; {trainer.num_steps:,} steps, {tokens:,} tokens{images}, "
+        f"{text / trainer.shards.num_tokens:.2f} epochs of text, "
+        f"{trainer.batches.padding:.0e} of a batch empty{from_step}"
     )
 
 

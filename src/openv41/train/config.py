@@ -89,7 +89,7 @@ class TrainConfig:
     image_share: float = 0.25  # of each batch's tokens, where the run has image-text samples
     learn_image_tokens: bool = False  # also predict the tokens of image spans
     numerics: Literal["f32", "f32qat"] = "f32"  # f32qat rounds caches as serving does
-    restrict_candidates: bool = True  # of Reindex layers, to their candidate pool
+    restrict_candidates: bool = False  # Reindex layers choose among their candidate pool alone
     micro_batch_tokens: int = 0  # that run at a time, of a batch; 0 for all
     activation_checkpointing: bool = False  # keep only the streams between layers
     update_rms_steps: int = 50  # between measurements of the updates' size; 0 for none

@@ -70,14 +70,10 @@ class TrainingBatches:
         ids = [self.shards.read(start, stop) for start, stop in epoch.bins[index]]
         return PackedBatch(torch.from_numpy(np.concatenate(ids)), tuple(map(len, ids)))
 
-    def epoch(self, step: int) -> float:
-        """Passes over the text before ``step``."""
-        epoch = self._find(step)
-        return epoch.number + (step - epoch.first_step) / len(epoch.bins)
-
-    def padding(self, step: int) -> float:
-        """Share of the batches that stays empty in the epoch of ``step``."""
-        bins = self._find(step).bins
+    @property
+    def padding(self) -> float:
+        """Share of the batches of the epoch at hand that stays empty."""
+        bins = self._epoch.bins
         used = sum(stop - start for pieces in bins for start, stop in pieces)
         return 1 - used / (len(bins) * self.batch_tokens)
 

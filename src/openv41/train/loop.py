@@ -109,7 +109,8 @@ class Trainer:
     def fit(self, report: Report = lambda _: None) -> Path:
         """Train to the last step and write the model; returns its folder.
 
-        SIGINT and SIGTERM end the run after the step at hand with StoppedError.
+        SIGINT and SIGTERM end the run after the step at hand, or the next that is not skipped, with
+        StoppedError.
         """
         run, steps = self.run, self.num_steps
         run.out.mkdir(parents=True, exist_ok=True)
@@ -117,18 +118,23 @@ class Trainer:
         with RunLog(run.out, self.step) as writer, _stop_signals() as stopped:
             while self.step < steps:
                 record = self._advance()
-                if record is not None:
-                    writer.add(record)
-                    report(record)
+                if record is None:  # no place to stop or save: the parameters may be to blame
+                    continue
+                writer.add(record)
+                report(record)
                 last = self.step == steps
-                due = stopped or last or self.step % self.train.checkpoint_steps == 0
-                if due and not self.skipped:  # else the parameters may be what is not finite
+                if stopped or last or self.step % self.train.checkpoint_steps == 0:
                     self.save()
                 if stopped and not last:
                     raise StoppedError(stopped[0], self.step)
-        companions = read_companions(run.data)
-        save_model(self.model, run.out / MODEL_FOLDER, variant="float32", companions=companions)
-        return run.out / MODEL_FOLDER
+        return self._export(run.out / MODEL_FOLDER)
+
+    def _export(self, folder: Path) -> Path:
+        """Write the model that the run is about; the last stage may have had another pool."""
+        model = CausalEncoderDecoder(self.run.model, device="meta", dtype=torch.float32)
+        model.load_state_dict(self.model.state_dict(), assign=True)
+        save_model(model, folder, variant="float32", companions=read_companions(self.run.data))
+        return folder
 
     def save(self) -> None:
         """Write a checkpoint of the run."""

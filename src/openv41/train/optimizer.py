@@ -25,7 +25,6 @@ class Optimizers:
     """
 
     def __init__(self, model: CausalEncoderDecoder, config: OptimizerConfig) -> None:
-        self.config = config
         groups = _groups(model, config)
         self.parts = tuple(_make(update, groups[update], config) for update in sorted(groups))
         self._owner = {
@@ -53,13 +52,6 @@ class Optimizers:
         """Give every group ``lr`` times its factor."""
         for group in self.groups:
             group["lr"] = lr * group["lr_factor"]
-
-    def set_frozen(self, part: Part, *, is_frozen: bool) -> None:
-        """Stop or start asking for gradients of a part; without them nothing is updated."""
-        for group in self.groups:
-            if group["part"] == part:
-                for parameter in group["params"]:
-                    parameter.requires_grad_(not is_frozen)
 
     def step(self) -> None:
         """Update every parameter that has a gradient."""

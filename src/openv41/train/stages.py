@@ -38,7 +38,7 @@ class Place:
 
 def pretrain(base: TrainConfig) -> TrainConfig:
     """From random weights, with exact caches; every indexer chooses among all entries."""
-    return replace(base, restrict_candidates=False)
+    return base
 
 
 def extend(base: TrainConfig) -> TrainConfig:
@@ -49,7 +49,6 @@ def extend(base: TrainConfig) -> TrainConfig:
     return replace(
         base,
         tokens=max(base.tokens // 10, batch_tokens),
-        restrict_candidates=False,
         sequence_length=longer,
         batch_tokens=batch_tokens,
         warmup_tokens=0,
@@ -69,6 +68,7 @@ def posttrain(base: TrainConfig) -> TrainConfig:
         hold_tokens=0,
         tail_tokens=0,
         numerics="f32qat",
+        restrict_candidates=True,
         optimizer=replace(base.optimizer, lr=base.optimizer.lr / 10),
     )
 
@@ -108,6 +108,11 @@ def num_steps(stages: Sequence[Stage]) -> int:
 def num_tokens(stages: Sequence[Stage]) -> int:
     """Tokens of the whole run, in whole batches."""
     return sum(stage.train.num_steps * stage.train.batch_tokens for stage in stages)
+
+
+def num_image_tokens(stages: Sequence[Stage]) -> int:
+    """Those of ``num_tokens`` that are kept for image-text samples, in a run that has some."""
+    return sum(stage.train.num_steps * stage.train.image_tokens for stage in stages)
 
 
 def place_of(stages: Sequence[Stage], step: int) -> Place:
