@@ -16,10 +16,13 @@ from openv41.engine.request import Request
 from openv41.engine.sampler import SamplingConfig
 from tests.server.conftest import serving
 
-# httpx leaves the inner generator of an abandoned stream to the garbage collector, which may run in
-# the server's thread, where the client's loop cannot close it.
+# httpx leaves the inner generators of an abandoned stream to the garbage collector, which may run
+# in the thread of the server, where the loop of the client cannot close them.
+HTTPX_STREAMS = (
+    "Response|AsyncResponseStream|BoundAsyncStream|PoolByteStream|HTTP11ConnectionByteStream"
+)
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:Exception ignored in. <async_generator object Response.aiter_raw"
+    rf"ignore:Exception ignored in. <async_generator object ({HTTPX_STREAMS})\."
     ":pytest.PytestUnraisableExceptionWarning"
 )
 
