@@ -366,8 +366,10 @@ class NumericsConfig:
     """Where the forward rounds. Report §2.4.4; the modes are listed in docs/numerics.md.
 
     Each point is "off", "fake" (rounded value, straight-through gradient) or "exact" (through the
-    stored codes, as the released kernels compute; no gradient). ``deterministic`` makes results
-    independent of batching and chunking to the last bit.
+    stored codes, as the released kernels compute; no gradient). ``compute_dtype`` is that of the
+    streams between layers and of what layers compute, but for the float32 islands; "weights" means
+    that of the parameters. ``deterministic`` makes results independent of batching and chunking to
+    the last bit.
     """
 
     linear_input: Rounding = "off"
@@ -375,6 +377,7 @@ class NumericsConfig:
     main_kv: Rounding = "off"
     index: Rounding = "off"
     score_dtype: Literal["float32", "bfloat16"] = "float32"
+    compute_dtype: Literal["weights", "bfloat16"] = "weights"
     deterministic: bool = False
 
     def __post_init__(self) -> None:
@@ -386,6 +389,8 @@ class NumericsConfig:
         ]
         if self.score_dtype not in ("float32", "bfloat16"):
             problems.append(f"score_dtype is {self.score_dtype!r}, must be float32 or bfloat16")
+        if self.compute_dtype not in ("weights", "bfloat16"):
+            problems.append(f"compute_dtype is {self.compute_dtype!r}, must be weights or bfloat16")
         _raise_if("numerics", problems)
 
 

@@ -63,7 +63,9 @@ def test_matches_oracle(num, dtype):
 def test_a_single_token_takes_the_short_way_to_the_same_bits(dtype):
     """It sorts no pairs; in deterministic mode its row in a batch has the same bits."""
     moe, x = layer(dtype), torch.randn(5, 4, dtype=dtype)
-    moe.numerics = moe.shared.numerics = replace(NUMERICS["f32"], deterministic=True)
+    moe.numerics = moe.experts.numerics = moe.shared.numerics = replace(
+        NUMERICS["f32"], deterministic=True
+    )
     for part in (moe.shared.w1, moe.shared.w3, moe.shared.w2):
         part.numerics = moe.numerics
     together = moe(x, context(5))

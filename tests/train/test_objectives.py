@@ -13,7 +13,8 @@ from openv41.train.data import EvaluationWindow
 from openv41.train.evaluate import window_losses
 from openv41.train.optimizer import Optimizers
 from openv41.train.packed_batch import PackedBatch
-from openv41.train.step import backward, next_tokens, train_step, weighted
+from openv41.train.parallel import distribute
+from openv41.train.step import Sums, train_step, weighted
 from tests.layers.mini import mini_model, random_ids
 from tests.train.runs import short_config
 
@@ -33,12 +34,8 @@ def packed(seed=0):
 
 def gradients(model, config):
     """Of one backward, before clipping."""
-    Optimizers(model, config.optimizer)
-    ids = packed().ids
-    out = model(Batch.packed(ids, LENGTHS), objectives=config.objectives)
-    rows, targets = next_tokens(ids, LENGTHS)
-    others = weighted(out.losses, config)
-    backward(model, out.hidden, rows, targets, num_targets=len(targets), others=others)
+    Optimizers(distribute(model), config.optimizer)
+    Sums(model, packed(), config).add(packed())
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return found
@@ -77,7 +74,7 @@ def test_weights_scale_the_gradients():
 def test_a_step_reports_losses_before_their_weights(config, measured):
     model = short_model(3)
     losses = model(Batch.packed(packed().ids, LENGTHS), objectives=CONFIG.objectives).losses
-    result = train_step(model, Optimizers(model, config.optimizer), packed(), config, 0)
+    result = train_step(model, Optimizers(distribute(model), config.optimizer), packed(), config, 0)
     for name in ("indexer", "balance"):
         got = getattr(result, f"{name}_loss")
         want = getattr(losses, name).item() if name in measured else None
@@ -88,7 +85,7 @@ def test_clipping_counts_their_gradients():
     model = short_model(4)
     config = replace(CONFIG, indexer_loss=1e6)
     norm = sum(grad.square().sum() for grad in gradients(model, config).values()) ** 0.5
-    result = train_step(model, Optimizers(model, config.optimizer), packed(), config, 0)
+    result = train_step(model, Optimizers(distribute(model), config.optimizer), packed(), config, 0)
     assert result.grad_norm == pytest.approx(norm.item(), rel=1e-9)
     assert result.grad_norm > 1e3
 
@@ -120,7 +117,7 @@ def test_training_brings_the_indexer_closer_to_attention(teacher):
         model = short_model(6, torch.float32)
         optimizer = replace(CONFIG.optimizer, lr=0.01, clip_norm=0.0)
         config = replace(CONFIG, indexer_loss=weight, indexer_teacher=teacher, optimizer=optimizer)
-        trained = Optimizers(model, optimizer)
+        trained = Optimizers(distribute(model), optimizer)
         for step in range(12):
             train_step(model, trained, packed(), config, step)
         asked = replace(config, indexer_loss=1.0).objectives
@@ -136,7 +133,7 @@ def test_evaluation_computes_neither(monkeypatch):
     for name in ("attention_mass", "selected_scores", "sequence_balance"):
         monkeypatch.setattr(ops, name, refuse)
     with pytest.raises(AssertionError, match="without being asked for"):
-        train_step(model, Optimizers(model, CONFIG.optimizer), packed(), CONFIG, 0)
-    train_step(model, Optimizers(model, OFF.optimizer), packed(), OFF, 0)
+        train_step(model, Optimizers(distribute(model), CONFIG.optimizer), packed(), CONFIG, 0)
+    train_step(model, Optimizers(distribute(model), OFF.optimizer), packed(), OFF, 0)
     ((_, loss),) = window_losses(model, [EvaluationWindow(0, ids, 1)], forward_tokens=64)
     assert loss > 0

@@ -10,6 +10,7 @@ from openv41.presets import tiny
 from openv41.train.config import OptimizerConfig
 from openv41.train.muon import Muon
 from openv41.train.optimizer import Optimizers, choose_rule
+from openv41.train.parallel import distribute
 from openv41.train.parameter_rules import rule_of
 from tests.layers.mini import mini_model
 
@@ -26,7 +27,7 @@ def test_groups_carry_rule_rate_decay_and_heads():
     config = OptimizerConfig(
         weight_decay=0.5, token_lr_factor=2.0, engram_table_lr_factor=3.0, vision_lr_factor=0.5
     )
-    optimizers = Optimizers(model, config)
+    optimizers = Optimizers(distribute(model), config)
     optimizers.set_lr(0.01)
     assert settings_of(optimizers) == {
         "backbone: adamw": (0.01, 0.5, None),
@@ -66,7 +67,9 @@ def test_comparisons_change_one_rule(change, name, update, blocks):
 
 
 def test_tokens_that_adamw_updates_do_not_decay():
-    optimizers = Optimizers(mini_model(0, torch.float32), OptimizerConfig(token_update="adamw"))
+    optimizers = Optimizers(
+        distribute(mini_model(0, torch.float32)), OptimizerConfig(token_update="adamw")
+    )
     settings = settings_of(optimizers)
     assert settings["engram table: adamw without decay"][1] == 0.0
 
@@ -74,7 +77,9 @@ def test_tokens_that_adamw_updates_do_not_decay():
 def test_each_update_reaches_its_parameters():
     """Sizes of the first step by hand: each rule moves an entry by its own amount."""
     model = mini_model(0, torch.float32)
-    optimizers = Optimizers(model, OptimizerConfig(weight_decay=0.0, engram_table_lr_factor=2.0))
+    optimizers = Optimizers(
+        distribute(model), OptimizerConfig(weight_decay=0.0, engram_table_lr_factor=2.0)
+    )
     watched = {
         "layers.0.attention.wkv.weight": 0.18,
         "layers.0.attention.wq_b.weight": 0.18,
@@ -97,7 +102,7 @@ def test_each_update_reaches_its_parameters():
 
 def test_state_is_that_of_the_optimizer_in_charge():
     model = mini_model(0, torch.float32)
-    optimizers = Optimizers(model, OptimizerConfig())
+    optimizers = Optimizers(distribute(model), OptimizerConfig())
     matrix = model.layers[0].attention.wkv.weight
     matrix.grad = torch.randn_like(matrix)
     optimizers.step()

@@ -4,7 +4,7 @@ import pytest
 
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.presets import PRESETS
-from openv41.train.muon import as_blocks
+from openv41.train.muon import block_shape
 from openv41.train.parameter_rules import RULES, num_blocks, pattern_of, rule_of
 
 
@@ -33,13 +33,13 @@ def test_heads_are_those_of_the_modules(preset):
         rule = rule_of(name)
         if rule.update != "muon":
             continue
-        blocks = as_blocks(parameter, num_blocks(rule, config))
+        block = block_shape(parameter.shape, num_blocks(rule, config))
         for ending, shape in heads.items():
             if name.endswith(f"{ending}.weight"):
-                assert blocks.shape[1:] == shape, name
+                assert block == shape, name
                 seen.add(ending)
         if rule.blocks == "one" and parameter.ndim == 2:
-            assert blocks.shape == (1, *parameter.shape), name
+            assert block == parameter.shape, name
     assert seen == set(heads)
 
 

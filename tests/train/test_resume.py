@@ -15,7 +15,7 @@ import torch
 from openv41.config import NUMERICS
 from openv41.errors import CheckpointError, ConfigError, InputError
 from openv41.io.checkpoint import load_model
-from openv41.train.checkpoint import FOLDER, has_run, load_newest
+from openv41.train.checkpoint import FOLDER, Checkpoints, has_run
 from openv41.train.config import OptimizerConfig
 from openv41.train.loop import StoppedError, Trainer
 from openv41.train.metrics import LOG_FILE
@@ -95,11 +95,11 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_it(shards, tmp_path, 
     Trainer(run, resume=False).fit()
     older, newest = sorted((run.out / FOLDER).iterdir())
     newest.write_bytes(newest.read_bytes()[:-100])
-    assert load_newest(run.out).step == 2
+    assert Checkpoints(run.out).newest().step == 2
     assert "step-000000004.safetensors cannot be read" in caplog.text
     older.write_bytes(b"")
     with pytest.raises(CheckpointError, match="no checkpoint can be read"):
-        load_newest(run.out)
+        Checkpoints(run.out).newest()
 
 
 @pytest.mark.parametrize("place", ["a weight", "a moment", "the random state", "the description"])
@@ -121,7 +121,7 @@ def test_one_wrong_bit_is_noticed(shards, tmp_path, caplog, place):
     else:
         content[content.index(b"seed") + 8] ^= 1  # 3 becomes 2
     newest.write_bytes(content)
-    assert load_newest(run.out).step == 2
+    assert Checkpoints(run.out).newest().step == 2
     assert "step-000000004.safetensors cannot be read (its checksum is another)" in caplog.text
 
 
@@ -139,7 +139,7 @@ def test_nothing_to_resume_is_an_error(shards, tmp_path):
         Trainer(run, resume=True)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("")
-    message = r"out holds no run to resume: there is no log\.jsonl and no resume/step-\*\.saf.*"
+    message = r"out holds no run to resume: there is no log\.jsonl and no resume/step-\*; .*"
     with pytest.raises(InputError, match=message + "leave out --resume"):
         Trainer(run, resume=True)
 
@@ -175,7 +175,7 @@ def test_a_full_disk_leaves_the_older_checkpoint(shards, tmp_path, monkeypatch):
 
     with pytest.raises(CheckpointError, match=r"No space left.*the one before it is still good"):
         trainer.fit(report)
-    assert load_newest(run.out).step == 2
+    assert Checkpoints(run.out).newest().step == 2
     assert [f.name for f in (run.out / FOLDER).iterdir()] == ["step-000000002.safetensors"]
 
 

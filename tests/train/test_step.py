@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from openv41.image_grid import ImageGrid
-from openv41.layers.batch import Batch
 from openv41.train import step as step_module
 from openv41.train.config import OptimizerConfig, TrainConfig
 from openv41.train.optimizer import Optimizers
 from openv41.train.packed_batch import PackedBatch
-from openv41.train.step import DivergedError, backward, next_tokens, summed_loss, train_step
+from openv41.train.parallel import distribute
+from openv41.train.step import DivergedError, next_tokens, train_step
 from tests.layers.mini import mini_model, random_ids
 
 LENGTHS = (7, 1, 12)
@@ -34,42 +34,20 @@ def test_targets_stay_within_their_documents():
     assert targets.tolist() == [11, 12, 15]
 
 
-@pytest.mark.parametrize("logits_at_once", [1, 300, 1 << 22])
-def test_loss_and_gradients_equal_plain_cross_entropy(model, monkeypatch, logits_at_once):
-    monkeypatch.setattr(step_module, "LOGITS_AT_ONCE", logits_at_once)
-    Optimizers(model, CONFIG.optimizer)
-    tokens = ids()
-    rows, targets = next_tokens(tokens, LENGTHS)
-    hidden = model(Batch.packed(tokens, LENGTHS)).hidden
-    want = torch.nn.functional.cross_entropy(model.logits(hidden)[rows], targets)
-    want.backward(retain_graph=True)
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    model.zero_grad(set_to_none=True)
-    got = backward(model, hidden, rows, targets, num_targets=len(targets))
-    assert got.mean().item() == pytest.approx(want.item(), rel=1e-12)
-    for name, parameter in model.named_parameters():
-        if gradients[name] is None:
-            assert parameter.grad is None, name
-        else:
-            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-9, atol=1e-12)
-    summed = summed_loss(model, hidden, rows, targets)
-    assert summed == pytest.approx(want.item() * len(targets), rel=1e-12)
-
-
 def test_gradients_are_clipped_to_the_norm_of_all_of_them_together(model):
-    optimizer = Optimizers(model, CONFIG.optimizer)
+    optimizer = Optimizers(distribute(model), CONFIG.optimizer)
     model.embed.weight.grad = torch.zeros_like(model.embed.weight)
     model.head.weight.grad = torch.zeros_like(model.head.weight)
     model.embed.weight.grad[0, 0], model.head.weight.grad[1, 1] = 3.0, 4.0
-    assert step_module.clip_gradients(optimizer, 0.0) == pytest.approx(5)
+    assert optimizer.clip_gradients(0.0) == pytest.approx(5)
     assert model.embed.weight.grad[0, 0] == pytest.approx(3)
-    assert step_module.clip_gradients(optimizer, 1.0) == pytest.approx(5)
+    assert optimizer.clip_gradients(1.0) == pytest.approx(5)
     assert model.embed.weight.grad[0, 0] == pytest.approx(0.6, rel=1e-5)
     assert model.head.weight.grad[1, 1] == pytest.approx(0.8, rel=1e-5)
 
 
 def test_a_step_moves_the_biases_by_its_own_loads(model):
-    optimizer = Optimizers(model, CONFIG.optimizer)
+    optimizer = Optimizers(distribute(model), CONFIG.optimizer)
     before = model.layers[3].moe.gate.bias.detach().clone()
     result = train_step(model, optimizer, PackedBatch(ids(), LENGTHS), CONFIG, 0)
     load = result.loads[3][0]
@@ -80,9 +58,9 @@ def test_a_step_moves_the_biases_by_its_own_loads(model):
 
 @pytest.mark.parametrize("place", ["loss", "gradient"])
 def test_a_loss_that_is_not_finite_changes_nothing(model, monkeypatch, place):
-    optimizer = Optimizers(model, CONFIG.optimizer)
+    optimizer = Optimizers(distribute(model), CONFIG.optimizer)
     if place == "loss":
-        monkeypatch.setattr(step_module, "backward", lambda *a, **_: a[3].double() * math.nan)
+        monkeypatch.setattr(step_module.Sums, "loss", math.nan)
     else:
         model.head.weight.register_hook(lambda grad: grad * float("inf"))
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -102,7 +80,7 @@ def test_parts_of_a_batch_give_the_step_of_the_whole():
     results = []
     for model, most in ((whole, 0), (parts, 6)):
         own = replace(config, micro_batch_tokens=most, update_rms_steps=1)
-        optimizer = Optimizers(model, own.optimizer)
+        optimizer = Optimizers(distribute(model), own.optimizer)
         results.append(train_step(model, optimizer, packed, own, 0))
     assert [len(p.lengths) for p in packed.split(6)] == [1, 1, 1, 1]
     first, second = results
@@ -136,7 +114,7 @@ def test_update_sizes_are_measured():
     """Muon and Sinkhorn move by 0.18 of the learning rate, AdamW's first step by all of it."""
     model = mini_model(4, torch.float64)
     config = replace(CONFIG, update_rms_steps=2, optimizer=OptimizerConfig(weight_decay=0.0))
-    optimizer = Optimizers(model, config.optimizer)
+    optimizer = Optimizers(distribute(model), config.optimizer)
     packed = PackedBatch(ids(), LENGTHS)
     assert train_step(model, optimizer, packed, config, 0).update_rms is None
     found = train_step(model, optimizer, packed, config, 1).update_rms

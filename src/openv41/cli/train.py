@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -18,10 +19,18 @@ from openv41.presets import NAMES
 from openv41.train.loop import Report, Run, StoppedError, Trainer
 from openv41.train.malloc import keep_freed_memory
 from openv41.train.metrics import StepRecord
+from openv41.train.processes import join
 from openv41.train.recipes import configure, without_data
 from openv41.train.stages import RECIPES, Stage, num_image_tokens, num_steps, num_tokens
 
 PLAIN_SECONDS = 10.0  # between the lines of a progress that no terminal shows
+
+
+class Experts(StrEnum):
+    """Where experts are, with several processes."""
+
+    SHARDED = "sharded"  # as all else: gathered for each layer
+    PARALLEL = "parallel"  # whole in one process each; tokens travel
 
 
 def train(
@@ -46,6 +55,9 @@ def train(
     ] = "pretrain",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in OUT.")] = False,
     device: Annotated[str, typer.Option(help="Where to train, such as cpu or cuda.")] = "cpu",
+    experts: Annotated[
+        Experts, typer.Option(help="How the processes of torchrun share the experts.")
+    ] = Experts.SHARDED,
     explain: Annotated[
         bool, typer.Option("--explain", help="Only show which parameter is updated how.")
     ] = False,
@@ -69,17 +81,21 @@ def train(
     )
     if threads := made[0].train.cpu_threads:
         torch.set_num_threads(threads)
-    run = Run(
-        model=model,
-        stages=made,
-        token_map=token_map,
-        data=data,
-        heldout=heldout,
-        images=images,
-        out=out,
-        device=place,
-    )
-    _fit(Trainer(run, resume=resume))
+    with join(place) as processes:
+        err.quiet = not processes.is_first
+        run = Run(
+            model=model,
+            stages=made,
+            token_map=token_map,
+            data=data,
+            heldout=heldout,
+            images=images,
+            out=out,
+            device=processes.device,
+            processes=processes,
+            experts=experts.value,
+        )
+        _fit(Trainer(run, resume=resume))
 
 
 def _fit(trainer: Trainer) -> None:
@@ -91,7 +107,8 @@ def _fit(trainer: Trainer) -> None:
     except StoppedError as stop:
         note(f"{stop}; the same command with --resume goes on")
         raise typer.Exit(128 + stop.signal_number) from None
-    show_line(str(folder))
+    if trainer.processes.is_first:
+        show_line(str(folder))
 
 
 def _describe(trainer: Trainer) -> str:

@@ -41,13 +41,74 @@ class RoutedExperts(nn.Module):
         self,
         dim: int,
         moe: MoeConfig,
+        numerics: NumericsConfig,
         **made: Unpack[Factory],
     ) -> None:
         super().__init__()
         num, width = moe.num_experts, moe.expert_dim
+        self.moe, self.numerics = moe, numerics
         self.w1 = QuantizedWeight(num, width, dim, weight_format="fp4", **made)
         self.w3 = QuantizedWeight(num, width, dim, weight_format="fp4", **made)
         self.w2 = QuantizedWeight(num, dim, width, weight_format="fp4", **made)
+
+    def stacks(self) -> tuple[QuantizedWeight, QuantizedWeight, QuantizedWeight]:
+        """Gate, up and down weights."""
+        return self.w1, self.w3, self.w2
+
+    def forward(
+        self, x: Float[Tensor, "T D"], expert_ids: Int[Tensor, "T A"], weights: Float[Tensor, "T A"]
+    ) -> Float[Tensor, "T D"]:
+        """Sum of the chosen experts' weighted outputs, at least float32."""
+        if not len(x):
+            return widened(x)
+        if len(x) == 1:
+            return self._run_for_one(x, expert_ids[0].tolist(), weights[0])
+        order, counts = ops.sort_by_expert(expert_ids, self.moe.num_experts)
+        inputs = x.index_select(0, order // self.moe.top_k)
+        return ops.combine(
+            self.feed(inputs, counts, weights.flatten()[order]), order, self.moe.top_k
+        )
+
+    def feed(
+        self,
+        rows: Float[Tensor, "pairs D"],
+        counts: Sequence[int],
+        weights: Float[Tensor, " pairs"],
+    ) -> Float[Tensor, "pairs D"]:
+        """Weighted outputs for rows that are sorted by expert, ``counts`` of them for each."""
+        used = [expert for expert, count in enumerate(counts) if count]
+        inputs = rows.split([counts[expert] for expert in used])
+        return torch.cat(self._feed(inputs, used, weights))
+
+    def _run_for_one(
+        self, x: Float[Tensor, "1 D"], experts: list[int], weights: Float[Tensor, " A"]
+    ) -> Float[Tensor, "1 D"]:
+        """The same for a single token, whose row all its experts share: nothing to sort."""
+        outputs = self._feed([x] * len(experts), experts, weights)
+        return widened(torch.cat(outputs)).sum(dim=0, keepdim=True)
+
+    def _feed(
+        self, inputs: Sequence[Tensor], experts: list[int], weights: Float[Tensor, " pairs"]
+    ) -> list[Tensor]:
+        """Feed each of some experts its rows."""
+        dtype = inputs[0].dtype
+        w1, w3, w2 = (_pick(stack.value(dtype), experts) for stack in self.stacks())
+        gate = [self._product(*pair) for pair in zip(inputs, w1, strict=True)]
+        up = [self._product(*pair) for pair in zip(inputs, w3, strict=True)]
+        hidden = ops.clamped_swiglu(
+            torch.cat(gate),
+            torch.cat(up),
+            self.moe.swiglu_limit,
+            weights,
+            deterministic=self.numerics.deterministic,
+        ).split([len(rows) for rows in inputs])
+        return [self._product(*pair) for pair in zip(hidden, w2, strict=True)]
+
+    def _product(self, rows: Tensor, weight: Tensor) -> Tensor:
+        numerics = self.numerics
+        return ops.quantized_linear(
+            rows, weight, numerics.linear_input, deterministic=numerics.deterministic
+        )
 
 
 class SharedExpert(nn.Module):
@@ -89,13 +150,13 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.layer, self.moe, self.numerics = layer, moe, numerics
         self.gate = Gate(dim, moe, **made)
-        self.experts = RoutedExperts(dim, moe, **made)
+        self.experts = RoutedExperts(dim, moe, numerics, **made)
         self.shared = SharedExpert(dim, moe, numerics, **made)
 
     def forward(self, x: Float[Tensor, "T D"], ctx: ForwardContext) -> Float[Tensor, "T D"]:
         """Route every token, run its experts, add the shared expert in float32, round once."""
         expert_ids, weights = self._route(x, ctx)
-        routed, shared = self._run_experts(x, expert_ids, weights), self.shared(x)
+        routed, shared = self.experts(x, expert_ids, weights), self.shared(x)
         out: Tensor = routed + shared
         return out.to(x.dtype)
 
@@ -122,52 +183,6 @@ class MixtureOfExperts(nn.Module):
             scores, chosen, normalise=moe.norm_top_k_prob, scale=moe.route_scale
         )
         return chosen, ctx.observe(f"layers.{self.layer}.expert_weights", weights)
-
-    def _run_experts(
-        self, x: Float[Tensor, "T D"], expert_ids: Int[Tensor, "T A"], weights: Tensor
-    ) -> Float[Tensor, "T D"]:
-        """Sum of the chosen experts' weighted outputs, at least float32."""
-        if not len(x):
-            return widened(x)
-        if len(x) == 1:
-            return self._run_for_one(x, expert_ids[0].tolist(), weights[0])
-        order, counts = ops.sort_by_expert(expert_ids, self.moe.num_experts)
-        used = [expert for expert, count in enumerate(counts) if count]
-        counts = [counts[expert] for expert in used]
-        inputs = x.index_select(0, order // self.moe.top_k).split(counts)
-        down = self._feed(inputs, used, weights.flatten()[order])
-        return ops.combine(torch.cat(down), order, self.moe.top_k)
-
-    def _run_for_one(
-        self, x: Float[Tensor, "1 D"], experts: list[int], weights: Float[Tensor, " A"]
-    ) -> Float[Tensor, "1 D"]:
-        """The same for a single token, whose row all its experts share: nothing to sort."""
-        outputs = self._feed([x] * len(experts), experts, weights)
-        return widened(torch.cat(outputs)).sum(dim=0, keepdim=True)
-
-    def _feed(
-        self, inputs: Sequence[Tensor], experts: list[int], weights: Float[Tensor, " pairs"]
-    ) -> list[Tensor]:
-        """Feed each of some experts its rows."""
-        dtype = inputs[0].dtype
-        stacks = (self.experts.w1, self.experts.w3, self.experts.w2)
-        w1, w3, w2 = (_pick(stack.value(dtype), experts) for stack in stacks)
-        gate = [self._product(*pair) for pair in zip(inputs, w1, strict=True)]
-        up = [self._product(*pair) for pair in zip(inputs, w3, strict=True)]
-        hidden = ops.clamped_swiglu(
-            torch.cat(gate),
-            torch.cat(up),
-            self.moe.swiglu_limit,
-            weights,
-            deterministic=self.numerics.deterministic,
-        ).split([len(rows) for rows in inputs])
-        return [self._product(*pair) for pair in zip(hidden, w2, strict=True)]
-
-    def _product(self, rows: Tensor, weight: Tensor) -> Tensor:
-        numerics = self.numerics
-        return ops.quantized_linear(
-            rows, weight, numerics.linear_input, deterministic=numerics.deterministic
-        )
 
 
 def _pick(stack: Float[Tensor, "E rows columns"], experts: list[int]) -> list[Tensor]:

@@ -30,6 +30,7 @@ from openv41.layers.single_pass_mhc import SinglePassMHC
 from openv41.layers.store import KVStore, Slot
 from openv41.model.image_tower import ImageTower
 from openv41.model.prefill import LayerRows
+from openv41.ops.precision import widened
 from openv41.plan import LayerPlan, plan_layers
 
 
@@ -105,7 +106,7 @@ class Layer(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A plain [V, D] weight, used for the token embedding and the head."""
+    """A plain [V, D] weight: the token embedding."""
 
     def __init__(
         self,
@@ -115,6 +116,23 @@ class Embedding(nn.Module):
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num, dim, **made))
+
+
+class Head(Embedding):
+    """The prediction head, in at least float32."""
+
+    def forward(self, hidden: Float[Tensor, "T D"], *, deterministic: bool) -> Float[Tensor, "T V"]:
+        """Score the vocabulary."""
+        return ops.linear(widened(hidden), self.weight, deterministic=deterministic)
+
+    def loss(
+        self,
+        hidden: Float[Tensor, "targets D"],
+        targets: Int[Tensor, " targets"],
+        weights: Float[Tensor, " targets"] | None = None,
+    ) -> ops.CrossEntropy:
+        """Cross-entropy of one target per row; never holds all logits."""
+        return ops.linear_cross_entropy(hidden, self.weight, targets, weights)
 
 
 class CausalEncoderDecoder(nn.Module):
@@ -142,7 +160,7 @@ class CausalEncoderDecoder(nn.Module):
             Layer(config, plan, numerics, **made) for plan in plan_layers(config)
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, **made)
-        self.head = Embedding(config.vocab_size, config.hidden_size, **made)
+        self.head = Head(config.vocab_size, config.hidden_size, **made)
         self.register_buffer("token_map", None, persistent=False)
 
     def set_token_map(self, token_map: Sequence[int] | Int[Tensor, " V"]) -> None:
@@ -205,9 +223,8 @@ class CausalEncoderDecoder(nn.Module):
 
     def logits(self, hidden: Float[Tensor, "T D"]) -> Float[Tensor, "T V"]:
         """Score the vocabulary, in at least float32."""
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        deterministic = self.numerics.deterministic
-        return ops.linear(hidden.to(wide), self.head.weight, deterministic=deterministic)
+        scores: Tensor = self.head(hidden, deterministic=self.numerics.deterministic)
+        return scores
 
     def context(
         self,
@@ -249,6 +266,8 @@ class CausalEncoderDecoder(nn.Module):
     def _embed(self, batch: Batch, ctx: ForwardContext) -> Float[Tensor, "T D"]:
         """Embed text by its ids; image positions take the batch's rows."""
         embedded = nn.functional.embedding(batch.token_ids, self.embed.weight)
+        if self.numerics.compute_dtype == "bfloat16":
+            embedded = embedded.to(torch.bfloat16)
         if ctx.is_image is None or batch.image_embeds is None:
             return embedded
         rows = ctx.is_image.nonzero()[:, 0]

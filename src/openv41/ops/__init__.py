@@ -2,6 +2,7 @@
 
 from openv41.ops._dispatch import kernels
 from openv41.ops.compressor import pool_group
+from openv41.ops.cross_entropy import CrossEntropy, linear_cross_entropy
 from openv41.ops.engram import DEAD, add_gated, engram_gate, hash_ngrams
 from openv41.ops.experts import (
     choose_experts,
@@ -34,6 +35,7 @@ from openv41.ops.swiglu import clamped_swiglu
 
 __all__ = [
     "DEAD",
+    "CrossEntropy",
     "Keys",
     "add_gated",
     "attention_mass",
@@ -51,6 +53,7 @@ __all__ = [
     "inverse_table",
     "kernels",
     "linear",
+    "linear_cross_entropy",
     "mask_pool",
     "merge_pools",
     "mix_streams",

@@ -1,13 +1,15 @@
-"""Checkpoints of a run: everything that the next step depends on, in one file each.
+"""Checkpoints of a run: everything that the next step depends on.
 
-A file is written whole or not at all; the newest two are kept. It is a safetensors file: parameters
-as ``model.*``, the optimizers' buffers as ``optimizer.NAME.*``, the random state, and in its
-metadata the next step, a description of the run, and a checksum of it all. The place in the data
-follows from the step.
+Each is written whole or not at all; the newest two are kept. One process writes a safetensors file:
+parameters as ``model.*``, the optimizers' buffers as ``optimizer.NAME.*``, the random state, and in
+its metadata the next step, a description of the run, and a checksum of it all. Several processes
+write a folder, see train/sharded_checkpoint.py; any number of processes reads both. The place in
+the data follows from the step.
 """
 
 import json
 import logging
+import shutil
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,18 +18,30 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from openv41.errors import CheckpointError
 from openv41.io.atomic import atomic_path
-from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.train.optimizer import Optimizers
+from openv41.train.parallel import Placed
+from openv41.train.processes import Processes
+from openv41.train.sharded_checkpoint import (
+    FOLDER_SUFFIX,
+    ShardedWriter,
+    as_distributed,
+    check_folder,
+    read_folder,
+)
 
 FOLDER = "resume"
 KEPT = 2
+SUFFIX = ".safetensors"
 FORMAT = "openv41-training-state-4"
 METADATA_KEY = "state"  # one key, since the library writes several in any order
+
+ALONE = Processes()
 
 logger = logging.getLogger(__name__)
 Description = Mapping[str, Any]  # nested: models, settings, data
@@ -35,67 +49,116 @@ Description = Mapping[str, Any]  # nested: models, settings, data
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a checkpoint file holds."""
+    """A checkpoint: what it says, and where its values are."""
 
     step: int  # the next one
     description: Description
-    tensors: Mapping[str, Tensor]
+    path: Path
 
 
-def save_state(
-    folder: Path,
-    model: CausalEncoderDecoder,
-    optimizer: Optimizers,
-    step: int,
-    description: Description,
-) -> Path:
-    """Write the state before ``step`` and remove all but the newest files."""
-    tensors = state_tensors(model, optimizer)
-    about = {"format": FORMAT, "step": step, "run": description}
-    about["checksum"] = _checksum(about, tensors)
-    path = folder / FOLDER / f"step-{step:09}.safetensors"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_path(path) as temporary:
-            save_file(tensors, temporary, {METADATA_KEY: json.dumps(about)})
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{path}: cannot write the checkpoint: {error}; the one before it is still good"
-        ) from None
-    half_written = path.parent.glob(".step-*.tmp")  # by a process that was killed
-    for old in (*_files(folder)[:-KEPT], *half_written):
-        old.unlink()
-    return path
+class Checkpoints:
+    """The checkpoints of one run."""
 
+    def __init__(self, folder: Path, processes: Processes = ALONE) -> None:
+        self.folder, self.processes = folder / FOLDER, processes
+        self._writer = ShardedWriter(processes)
 
-def load_newest(folder: Path) -> State | None:
-    """Newest readable state, or None where there is no checkpoint yet."""
-    files = _files(folder)
-    for path in reversed(files):
+    def save(self, optimizer: Optimizers, step: int, description: Description) -> None:
+        """Write the state before ``step`` and remove all but the newest.
+
+        Several processes write beside the steps that follow: see ``poll`` and ``finish``.
+        """
+        tensors = state_tensors(optimizer)
+        about = {"format": FORMAT, "step": step, "run": description}
+        path = self.folder / f"step-{step:09}"
         try:
-            return _read(path)
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-            logger.warning("%s cannot be read (%s); trying the one before it", path, error)
-    if files:
-        raise CheckpointError(
-            f"{folder / FOLDER}: no checkpoint can be read; start the run again in a new folder"
-        )
-    return None
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if self.processes.size == 1:
+                _write(path.with_suffix(SUFFIX), tensors, about)
+                self._tidy()
+            else:
+                self.finish()
+                self._writer.begin(path, as_distributed(tensors, optimizer.placement), about)
+        except (OSError, SafetensorError) as error:
+            raise _failed(path, error) from None
+
+    def poll(self) -> None:
+        """Let a checkpoint count that every process has written in the meantime."""
+        if self._writer.is_written():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        try:
+            if self._writer.finish() and self.processes.is_first:
+                self._tidy()
+        except (OSError, CheckpointException) as error:
+            raise _failed(self.folder, error) from None
+
+    def newest(self) -> State | None:
+        """Newest readable state, or None where there is no checkpoint yet."""
+        paths = _paths(self.folder)
+        for path in reversed(paths):
+            try:
+                about = check_folder(path) if path.is_dir() else _check_file(path)
+                if about["format"] != FORMAT:
+                    raise ValueError(f"format {about['format']!r}")
+                return State(about["step"], about["run"], path)
+            except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+                logger.warning("%s cannot be read (%s); trying the one before it", path, error)
+        if paths:
+            raise CheckpointError(
+                f"{self.folder}: no checkpoint can be read; start the run again in a new folder"
+            )
+        return None
+
+    def _tidy(self) -> None:
+        """Remove what is old, and what a process that was killed left half-written."""
+        for old in (*_paths(self.folder)[:-KEPT], *self.folder.glob(".step-*.tmp")):
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
 
 
 @torch.no_grad()
-def restore(state: State, model: CausalEncoderDecoder, optimizer: Optimizers) -> None:
-    """Put a state into a model and optimizer that were made from the same description."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    for parameter, name in names.items():
-        parameter.copy_(state.tensors[f"model.{name}"])
+def restore(state: State, optimizer: Optimizers) -> None:
+    """Put a state into a model and optimizers that were made from the same description."""
+    if state.path.is_dir():
+        tensors = read_folder(state.path, optimizer)
+    else:
+        placed = {p.name: p for p in optimizer.placement.parameters}
+        tensors = {
+            key: _own_rows(value, placed.get(_parameter_of(key)))
+            for key, value in load_file(state.path).items()
+        }
+    put(tensors, optimizer)
+
+
+@torch.no_grad()
+def put(tensors: Mapping[str, Tensor], optimizer: Optimizers) -> None:
+    """Give a model and optimizers the values of ``state_tensors``, of this process's rows."""
+    placed = {p.name: p.local for p in optimizer.placement.parameters}
+    for name, parameter in placed.items():
+        parameter.copy_(tensors[f"model.{name}"])
+    trained = set(optimizer.parameters())
+    for key, value in tensors.items():
+        if key.startswith("optimizer."):
+            name, _, buffer = key.removeprefix("optimizer.").rpartition(".")
+            if placed[name] in trained:
+                optimizer.state(placed[name])[buffer] = value.to(placed[name].device)
+    torch.set_rng_state(tensors["rng"].cpu())
+
+
+def state_tensors(optimizer: Optimizers) -> dict[str, Tensor]:
+    """Everything that the next step depends on: parameters, buffers of optimizers, random state.
+
+    Of tensors that processes share, the rows of this one.
+    """
+    placed = optimizer.placement.parameters
+    tensors = {f"model.{p.name}": p.local.detach().contiguous() for p in placed}
+    names = {p.local: p.name for p in placed}
     for parameter in optimizer.parameters():
-        prefix = f"optimizer.{names[parameter]}."
-        for key, value in state.tensors.items():
-            if key.startswith(prefix):
-                buffer = value.to(parameter.device)
-                optimizer.state(parameter)[key.removeprefix(prefix)] = buffer
-    torch.set_rng_state(state.tensors["rng"])
+        for key, value in optimizer.state(parameter).items():
+            tensors[f"optimizer.{names[parameter]}.{key}"] = value.contiguous()
+    return {**tensors, "rng": torch.get_rng_state()}
 
 
 def describe_differences(old: Description, new: Description) -> list[str]:
@@ -110,32 +173,45 @@ def describe_differences(old: Description, new: Description) -> list[str]:
 
 def has_run(folder: Path) -> bool:
     """Whether a folder holds checkpoints of a run."""
-    return bool(_files(folder))
+    return bool(_paths(folder / FOLDER))
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted((folder / FOLDER).glob("step-*.safetensors"))
+def _paths(folder: Path) -> list[Path]:
+    """Checkpoints, oldest first."""
+    found = (*folder.glob(f"step-*{SUFFIX}"), *folder.glob(f"step-*{FOLDER_SUFFIX}"))
+    return sorted(found, key=lambda path: path.name)
 
 
-def state_tensors(model: CausalEncoderDecoder, optimizer: Optimizers) -> dict[str, Tensor]:
-    """Everything that the next step depends on: parameters, buffers of optimizers, random state."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    tensors = {f"model.{name}": p.detach().contiguous() for p, name in names.items()}
-    for parameter in optimizer.parameters():
-        for key, value in optimizer.state(parameter).items():
-            tensors[f"optimizer.{names[parameter]}.{key}"] = value.contiguous()
-    return {**tensors, "rng": torch.get_rng_state()}
+def _write(path: Path, tensors: Mapping[str, Tensor], about: dict[str, Any]) -> None:
+    about["checksum"] = _checksum(about, tensors)
+    with atomic_path(path) as temporary:
+        save_file(dict(tensors), temporary, {METADATA_KEY: json.dumps(about)})
 
 
-def _read(path: Path) -> State:
+def _check_file(path: Path) -> Mapping[str, Any]:
+    """What a file says about itself; ValueError if its content is another."""
     with safe_open(path, "pt") as file:
-        about = json.loads(file.metadata()[METADATA_KEY])
-        if about["format"] != FORMAT:
-            raise ValueError(f"format {about['format']!r}")
+        about: dict[str, Any] = json.loads(file.metadata()[METADATA_KEY])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- no dict
     if about.pop("checksum") != _checksum(about, tensors):
         raise ValueError("its checksum is another")
-    return State(about["step"], about["run"], tensors)
+    return about
+
+
+def _own_rows(value: Tensor, placed: Placed | None) -> Tensor:
+    """Rows of this process; a number such as a count of steps is no row."""
+    return value if placed is None or value.shape != placed.shape else placed.own_rows(value)
+
+
+def _parameter_of(key: str) -> str:
+    kind, _, rest = key.partition(".")
+    return rest if kind == "model" else rest.rpartition(".")[0]
+
+
+def _failed(path: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: cannot write the checkpoint: {error}; the one before it is still good"
+    )
 
 
 def _checksum(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:

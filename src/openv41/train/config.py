@@ -4,11 +4,20 @@ A run counts tokens, never seconds: the same settings give the same run on any m
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from openv41.config import NUMERICS, NumericsConfig
 from openv41.errors import ConfigError
 from openv41.layers.objectives import Objectives, Teacher
+
+Numerics = Literal["f32", "f32qat", "bf16", "bf16qat"]
+NUMERICS_OF: dict[Numerics, NumericsConfig] = {
+    "f32": NUMERICS["f32"],
+    "f32qat": NUMERICS["f32qat"],
+    "bf16": replace(NUMERICS["f32"], compute_dtype="bfloat16"),
+    "bf16qat": replace(NUMERICS["f32qat"], compute_dtype="bfloat16"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +97,7 @@ class TrainConfig:
     modality_biases: bool = True  # text and images have routing biases and loads of their own
     image_share: float = 0.25  # of each batch's tokens, where the run has image-text samples
     learn_image_tokens: bool = False  # also predict the tokens of image spans
-    numerics: Literal["f32", "f32qat"] = "f32"  # f32qat rounds caches as serving does
+    numerics: Numerics = "f32"  # qat rounds caches as serving does; weights stay float32
     restrict_candidates: bool = False  # Reindex layers choose among their candidate pool alone
     micro_batch_tokens: int = 0  # that run at a time, of a batch; 0 for all
     activation_checkpointing: bool = False  # keep only the streams between layers

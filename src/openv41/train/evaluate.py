@@ -9,8 +9,10 @@ from openv41.io.tokenizer import TextTokenizer
 from openv41.layers.batch import Batch
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.train.data import EvaluationWindow, bits_per_byte, evaluation_windows
-from openv41.train.step import summed_loss
+from openv41.train.processes import Processes
 from openv41.train.token_shards import TokenShards
+
+ALONE = Processes()
 
 
 class HeldOut:
@@ -37,10 +39,17 @@ class HeldOut:
         self.num_bytes = sum(len(tokenizer.token_bytes(token_id)) for token_id in scored)
         self._forward_tokens = forward_tokens
 
-    def score(self, model: CausalEncoderDecoder) -> float:
-        """Bits per byte of the scored tokens."""
-        scored = window_losses(model, self.windows, forward_tokens=self._forward_tokens)
-        return bits_per_byte(math.fsum(loss for _, loss in scored), self.num_bytes)
+    def score(self, model: CausalEncoderDecoder, processes: Processes = ALONE) -> float:
+        """Bits per byte of the scored tokens; each process runs as many forwards as any other."""
+        forwards = list(pack(self.windows, self._forward_tokens))
+        total = torch.zeros((), dtype=torch.float64, device=processes.device)
+        for place in range(
+            processes.rank, _rounded_up(len(forwards), processes.size), processes.size
+        ):
+            losses = _forward(model, forwards[min(place, len(forwards) - 1)])
+            total += math.fsum(losses) if place < len(forwards) else 0.0
+        processes.sum_(total)
+        return bits_per_byte(float(total), self.num_bytes)
 
 
 def window_losses(
@@ -73,8 +82,15 @@ def _forward(model: CausalEncoderDecoder, packed: Sequence[EvaluationWindow]) ->
     lengths = [len(window.ids) for window in packed]
     ids = torch.cat([window.ids for window in packed]).to(model.norm.weight.device)
     hidden = model(Batch.packed(ids, lengths)).hidden
-    losses = []
-    for window, own, seen in zip(packed, ids.split(lengths), hidden.split(lengths), strict=True):
-        rows = torch.arange(window.first_scored - 1, len(own) - 1, device=own.device)
-        losses.append(summed_loss(model, seen, rows, own[rows + 1]))
-    return losses
+    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    rows = [
+        torch.arange(start + window.first_scored - 1, start + length - 1)
+        for window, start, length in zip(packed, starts, lengths, strict=False)
+    ]
+    scored = torch.cat(rows).to(ids.device)
+    losses = model.head.loss(hidden[scored], ids[scored + 1]).each.double()  # one call for all
+    return [float(part.sum()) for part in losses.split([len(of) for of in rows])]
+
+
+def _rounded_up(count: int, to: int) -> int:
+    return -(-count // to) * to

@@ -6,7 +6,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from openv41.config import NUMERICS, ModelConfig, as_dict
-from openv41.errors import ConfigError, DataError, InputError
+from openv41.config import ModelConfig, as_dict
+from openv41.errors import ConfigError, DataError, InputError, OpenV41Error
 from openv41.io.atomic import write_atomic
 from openv41.io.checkpoint import save_model
 from openv41.io.checkpoint_writer import read_companions
@@ -25,16 +25,16 @@ from openv41.model.init import init_weights
 from openv41.train.balance import measure_balance
 from openv41.train.checkpoint import FOLDER as RESUME_FOLDER
 from openv41.train.checkpoint import (
+    Checkpoints,
     Description,
     State,
     describe_differences,
     has_run,
-    load_newest,
+    put,
     restore,
-    save_state,
     state_tensors,
 )
-from openv41.train.config import TrainConfig
+from openv41.train.config import NUMERICS_OF, TrainConfig
 from openv41.train.data import TrainingBatches
 from openv41.train.evaluate import HeldOut
 from openv41.train.image_batches import ImageBatches
@@ -42,12 +42,16 @@ from openv41.train.image_shards import ImageShards
 from openv41.train.metrics import LOG_FILE, RunLog, StepRecord
 from openv41.train.optimizer import Optimizers
 from openv41.train.packed_batch import PackedBatch
+from openv41.train.parallel import ExpertPlacement, distribute
+from openv41.train.processes import Processes
 from openv41.train.stages import Place, Stage, num_steps, place_of, without_restriction
 from openv41.train.step import DivergedError, train_step
 from openv41.train.token_shards import INDEX_FILE, TokenShards
 
 RUN_FILE = "run.json"
 MODEL_FOLDER = "checkpoint"  # the trained model, in the format's plain float32 variant
+
+ALONE = Processes()
 
 logger = logging.getLogger(__name__)
 Report = Callable[[StepRecord], None]
@@ -73,6 +77,8 @@ class Run:
     images: Path | None = None
     out: Path
     device: torch.device
+    processes: Processes = ALONE
+    experts: ExpertPlacement = "sharded"  # among several processes
 
     def describe(self) -> Description:
         """Everything that the result depends on, as plain values."""
@@ -91,7 +97,8 @@ class Trainer:
 
     def __init__(self, run: Run, *, resume: bool) -> None:
         self.run = run
-        self.description = run.describe()
+        self.processes, self.description = run.processes, run.describe()
+        self.checkpoints = Checkpoints(run.out, run.processes)
         state = self._find_state(resume=resume)
         self.shards = TokenShards(run.data)
         self.tokenizer = load_tokenizer(run.data)
@@ -101,10 +108,9 @@ class Trainer:
         first = place_of(run.stages, min(self.step, self.num_steps - 1))
         seed = run.stages[0].train.seed
         torch.manual_seed(seed)
-        self._enter(first)
-        init_weights(self.model, seed)
+        self._enter(first, seed)
         if state is not None:
-            restore(state, self.model, self.optimizer)
+            restore(state, self.optimizer)
 
     def fit(self, report: Report = lambda _: None) -> Path:
         """Train to the last step and write the model; returns its folder.
@@ -113,32 +119,47 @@ class Trainer:
         StoppedError.
         """
         run, steps = self.run, self.num_steps
-        run.out.mkdir(parents=True, exist_ok=True)
-        write_atomic(run.out / RUN_FILE, json.dumps(self.description, indent=2).encode() + b"\n")
-        with RunLog(run.out, self.step) as writer, _stop_signals() as stopped:
+        with self._open_log() as writer, _stop_signals() as received:
             while self.step < steps:
                 record = self._advance()
                 if record is None:  # no place to stop or save: the parameters may be to blame
                     continue
-                writer.add(record)
-                report(record)
-                last = self.step == steps
-                if stopped or last or self.step % self.train.checkpoint_steps == 0:
+                if writer is not None:
+                    writer.add(record)
+                    report(record)
+                last, stops = self.step == steps, self.processes.any(bool(received))
+                if stops or last or self.step % self.train.checkpoint_steps == 0:
                     self.save()
-                if stopped and not last:
-                    raise StoppedError(stopped[0], self.step)
+                self.checkpoints.poll()
+                if stops and not last:
+                    self.checkpoints.finish()
+                    raise StoppedError(received[0] if received else signal.SIGTERM, self.step)
+        self.checkpoints.finish()
         return self._export(run.out / MODEL_FOLDER)
+
+    def _open_log(self) -> AbstractContextManager[RunLog | None]:
+        """The log of the run, which the first process writes."""
+        if not self.processes.is_first:
+            return nullcontext()
+        out, described = self.run.out, json.dumps(self.description, indent=2)
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomic(out / RUN_FILE, described.encode() + b"\n")
+        return RunLog(out, self.step)
 
     def _export(self, folder: Path) -> Path:
         """Write the model that the run is about; the last stage may have had another pool."""
-        model = CausalEncoderDecoder(self.run.model, device="meta", dtype=torch.float32)
-        model.load_state_dict(self.model.state_dict(), assign=True)
-        save_model(model, folder, variant="float32", companions=read_companions(self.run.data))
+        placement = self.optimizer.placement
+        values = {placed.name: placement.whole(placed) for placed in placement.parameters}
+        if self.processes.is_first:
+            model = CausalEncoderDecoder(self.run.model, device="meta", dtype=torch.float32)
+            model.load_state_dict(values, assign=True)
+            save_model(model, folder, variant="float32", companions=read_companions(self.run.data))
+        self.processes.gather(None)  # nobody ends before the model is there
         return folder
 
     def save(self) -> None:
         """Write a checkpoint of the run."""
-        save_state(self.run.out, self.model, self.optimizer, self.step, self.description)
+        self.checkpoints.save(self.optimizer, self.step, self.description)
 
     @property
     def train(self) -> TrainConfig:
@@ -161,7 +182,9 @@ class Trainer:
         seconds = time.perf_counter() - start
         self.step += 1
         due = self.step % train.heldout_steps == 0 or place.is_last
-        score = self.heldout.score(self.model) if self.heldout is not None and due else None
+        score = None
+        if self.heldout is not None and due:
+            score = self.heldout.score(self.model, self.processes)
         return StepRecord(
             step=self.step,
             stage=place.stage.name,
@@ -194,8 +217,8 @@ class Trainer:
         logger.warning("%s; this batch is skipped", str(error).partition(";")[0])
         self.step += 1
 
-    def _enter(self, place: Place) -> None:
-        """Open the data of a stage, and make a model and optimizers for it, yet without values."""
+    def _enter(self, place: Place, init_seed: int) -> None:
+        """Open the data of a stage, and make a model and optimizers for it, with new values."""
         self.stage, run, seed = place.stage, self.run, place.stage.train.seed + place.number
         self.images = self._open_images(seed)
         room = self.train.image_tokens if self.images is not None else 0
@@ -206,22 +229,42 @@ class Trainer:
             seed=seed,
         )
         self.heldout = self._open_heldout()
-        numerics, restricts = NUMERICS[self.train.numerics], self.train.restrict_candidates
+        numerics, restricts = NUMERICS_OF[self.train.numerics], self.train.restrict_candidates
         config = run.model if restricts else without_restriction(run.model)
         self.model = CausalEncoderDecoder(config, numerics, device=run.device, dtype=torch.float32)
         if run.token_map is not None:
             self.model.set_token_map(run.token_map)
-        self.optimizer = Optimizers(self.model, self.train.optimizer)
+        init_weights(self.model, init_seed)
+        placement = distribute(self.model, run.processes, run.experts)
+        self.optimizer = Optimizers(placement, self.train.optimizer)
 
     def _change(self, place: Place) -> None:
         """Go on with the next stage: the same parameters and momenta, other settings."""
-        state = State(self.step, {}, state_tensors(self.model, self.optimizer))
-        self._enter(place)
-        restore(state, self.model, self.optimizer)
+        tensors = state_tensors(self.optimizer)
+        self._enter(place, self.run.stages[0].train.seed)
+        put(tensors, self.optimizer)
 
     def _find_state(self, *, resume: bool) -> State | None:
+        """Where the run goes on, as the first process finds it; None at its beginning."""
+        found: State | OpenV41Error | str | None = None
+        if self.processes.is_first:
+            try:
+                found = self._look_for_state(resume=resume)
+            except OpenV41Error as error:
+                found = error
+        told = self.processes.gather(str(found) if isinstance(found, OpenV41Error) else found)[0]
+        if isinstance(found, OpenV41Error):
+            raise found
+        if isinstance(told, str):
+            raise OpenV41Error(told)
+        state: State | None = told
+        return state
+
+    def _look_for_state(self, *, resume: bool) -> State | None:
         out = self.run.out
         has_begun = has_run(out) or (out / LOG_FILE).exists()
+        if self.processes.is_restart and not resume:  # torchrun started the command once more
+            resume = has_begun
         if not resume:
             if has_begun:
                 raise InputError(
@@ -230,13 +273,13 @@ class Trainer:
                 )
             return None
         if not has_begun:
-            files = f"{LOG_FILE} and no {RESUME_FOLDER}/step-*.safetensors"
+            files = f"{LOG_FILE} and no {RESUME_FOLDER}/step-*"
             found = f"there is no {files}" if out.is_dir() else "there is no such folder"
             raise InputError(
                 f"{out} holds no run to resume: {found}; name the folder of a run, or leave out "
                 "--resume to start a new one there"
             )
-        state = load_newest(out)
+        state = self.checkpoints.newest()
         if state is None:
             logger.warning("%s holds no checkpoint yet; the run starts from the beginning", out)
         elif problems := describe_differences(state.description, self.description):

@@ -2,16 +2,17 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.train.config import OptimizerConfig
-from openv41.train.muon import Muon
+from openv41.train.muon import Muon, Shared
+from openv41.train.parallel import Placed, Placement
 from openv41.train.parameter_rules import Part, Rule, num_blocks, rule_of
 from openv41.train.sinkhorn_update import SinkhornBalanced
 
@@ -24,9 +25,12 @@ class Optimizers:
     Besides the settings of its optimizer a group carries its ``name``, ``lr_factor`` and ``part``.
     """
 
-    def __init__(self, model: CausalEncoderDecoder, config: OptimizerConfig) -> None:
-        groups = _groups(model, config)
-        self.parts = tuple(_make(update, groups[update], config) for update in sorted(groups))
+    def __init__(self, placement: Placement, config: OptimizerConfig) -> None:
+        self.placement, self.processes = placement, placement.processes
+        groups = _groups(placement, config)
+        self.parts = tuple(
+            _make(update, groups[update], config, placement) for update in sorted(groups)
+        )
         self._owner = {
             parameter: part
             for part in self.parts
@@ -40,8 +44,26 @@ class Optimizers:
         return [group for part in self.parts for group in part.param_groups]
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Every parameter that an optimizer updates."""
+        """What the optimizers update: of every parameter the rows of this process."""
         yield from self._owner
+
+    def take_gradients(self) -> None:
+        """Collect the gradients of the last backward passes from the model."""
+        for placed in self._placed():
+            placed.take_gradient()
+        self.placement.sum_copies()
+
+    def clip_gradients(self, max_norm: float) -> float:
+        """Norm of all gradients together; they are scaled down to ``max_norm`` unless it is 0."""
+        split = [p.local for p in self._placed() if p.is_split]
+        copied = [p.local for p in self._placed() if not p.is_split]
+        norm = _norm(copied)
+        if self.processes.size > 1:
+            square = _norm(split).square()
+            self.processes.sum_(square)
+            norm = (square + norm.square()).sqrt()
+        clip_grads_with_norm_(self._owner, max_norm or math.inf, norm)
+        return float(norm)
 
     def state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """What is kept about a parameter between steps; may be changed in place."""
@@ -67,18 +89,27 @@ class Optimizers:
         before = {p: p.detach().clone() for p in self.parameters() if p.grad is not None}
         self.step()
         found = {}
+        split = {placed.local for placed in self._placed() if placed.is_split}
         for group in self.groups:
             moved = [p for p in group["params"] if p in before]
-            square = sum(float((p - before[p]).double().square().sum()) for p in moved)
-            if moved and group["lr"]:
-                count = sum(p.numel() for p in moved)
+            sums = torch.zeros(2, 2, dtype=torch.float64)  # of split ones, of others
+            for p in moved:
+                square = (p - before[p]).double().square().sum()
+                sums[int(p not in split)] += torch.tensor([square, p.numel()])
+            sums = sums.to(self.processes.device)
+            self.processes.sum_(sums[0])
+            square, count = sums.sum(dim=0).tolist()
+            if count and group["lr"]:
                 found[group["name"]] = math.sqrt(square / count) / group["lr"]
         return found
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        for part in self.parts:
-            part.zero_grad(set_to_none=True)
+        for placed in self._placed():
+            placed.local.grad = placed.parameter.grad = None
+
+    def _placed(self) -> Iterator[Placed]:
+        return (p for p in self.placement.parameters if p.local in self._owner)
 
 
 def choose_rule(name: str, config: OptimizerConfig) -> Rule:
@@ -103,14 +134,16 @@ def lr_factors(config: OptimizerConfig) -> dict[Part, float]:
 
 
 def _make(
-    update: str, groups: list[dict[str, Any]], config: OptimizerConfig
+    update: str, groups: list[dict[str, Any]], config: OptimizerConfig, placement: Placement
 ) -> torch.optim.Optimizer:
     if update == "muon":
+        shapes = {p.local: p.shape for p in placement.parameters if p.is_split}
         return Muon(
             groups,
             momentum=config.momentum,
             update_rms=config.update_rms,
             dtype=NS_DTYPES[config.ns_dtype],
+            shared=Shared(placement.processes, shapes),
         )
     if update == "sinkhorn":
         return SinkhornBalanced(
@@ -119,19 +152,19 @@ def _make(
             update_rms=config.update_rms,
             steps=config.sinkhorn_steps,
             threshold=config.sinkhorn_threshold,
+            processes=placement.processes,
         )
     return torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
 
-def _groups(
-    model: CausalEncoderDecoder, config: OptimizerConfig
-) -> dict[str, list[dict[str, Any]]]:
+def _groups(placement: Placement, config: OptimizerConfig) -> dict[str, list[dict[str, Any]]]:
     """Parameter groups by update rule; what follows the load rule asks for no gradient."""
     members: dict[Rule, list[nn.Parameter]] = defaultdict(list)
-    for name, parameter in model.named_parameters():
-        rule = choose_rule(name, config)
-        parameter.requires_grad_(rule.update != "load balance")
-        members[replace(rule, is_open=False)].append(parameter)
+    for placed in placement.parameters:
+        rule = choose_rule(placed.name, config)
+        for parameter in (placed.parameter, placed.local):
+            parameter.requires_grad_(rule.update != "load balance")
+        members[replace(rule, is_open=False)].append(placed.local)
     factors = lr_factors(config)
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for rule in sorted(members, key=group_name):
@@ -143,11 +176,15 @@ def _groups(
                 "lr_factor": factors.get(rule.part, 1.0),
             }
             if rule.update == "muon":
-                group["blocks"] = num_blocks(rule, model.config)
+                group["blocks"] = num_blocks(rule, placement.config)
             if rule.update != "sinkhorn":
                 group["weight_decay"] = config.weight_decay if rule.decays else 0.0
             groups[rule.update].append(group)
     return groups
+
+
+def _norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    return get_total_norm(p.grad for p in parameters if p.grad is not None)
 
 
 def group_name(rule: Rule) -> str:

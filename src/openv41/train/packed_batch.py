@@ -1,6 +1,6 @@
 """Documents packed into one batch, and its parts. Report §2.5."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +68,28 @@ class PackedBatch:
                 last += 1
             yield self._part(first, last)
             first = last
+
+    def shares(self, count: int) -> list["PackedBatch"]:
+        """The documents in ``count`` parts of about as many tokens; the longest are dealt first.
+
+        A part without a document is left out, so that there are fewer parts than asked for.
+        """
+        if count == 1:
+            return [self]
+        load = [0] * count
+        dealt: list[list[int]] = [[] for _ in range(count)]
+        for index in sorted(range(len(self.lengths)), key=lambda i: (-self.lengths[i], i)):
+            part = load.index(min(load))
+            load[part] += self.lengths[index]
+            dealt[part].append(index)
+        return [self._documents(sorted(indices)) for indices in dealt if indices]
+
+    def _documents(self, indices: Sequence[int]) -> "PackedBatch":
+        """Some documents, in this order."""
+        first, *others = (self._part(index, index + 1) for index in indices)
+        for other in others:
+            first = first.beside(other)
+        return first
 
     def _grids(self) -> tuple[tuple[ImageGrid, ...], ...]:
         return self.grids or ((),) * len(self.lengths)

@@ -67,7 +67,7 @@ def posttrain(base: TrainConfig) -> TrainConfig:
         warmup_tokens=0,
         hold_tokens=0,
         tail_tokens=0,
-        numerics="f32qat",
+        numerics="bf16qat" if base.numerics.startswith("bf16") else "f32qat",
         restrict_candidates=True,
         optimizer=replace(base.optimizer, lr=base.optimizer.lr / 10),
     )

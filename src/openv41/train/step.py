@@ -1,26 +1,24 @@
 """One optimizer step: loss, gradients, clipping, update, load balance. Report §2.5."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
 
 from openv41.errors import OpenV41Error
 from openv41.io.image_processor import scale_pixels
 from openv41.layers.batch import Batch
 from openv41.layers.objectives import Losses
-from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
+from openv41.model.causal_encoder_decoder import CausalEncoderDecoder, Output
 from openv41.train.balance import KINDS, update_biases
 from openv41.train.config import TrainConfig
 from openv41.train.optimizer import Optimizers
 from openv41.train.packed_batch import PackedBatch
+from openv41.train.processes import Processes
 from openv41.train.schedule import lr_factor
-
-LOGITS_AT_ONCE = 1 << 22  # logits that are alive at a time: 16 MB
 
 
 class DivergedError(OpenV41Error):
@@ -50,13 +48,19 @@ def train_step(
 ) -> StepResult:
     """Train on one batch; raises DivergedError before anything has changed.
 
-    The batch runs in parts of ``micro_batch_tokens``; gradients and loads are those of the whole.
+    The batch runs in parts of ``micro_batch_tokens``, and each process runs its own documents;
+    losses, gradients and loads are those of the whole.
     """
     sums = Sums(model, packed, config)
-    for part in packed.split(config.micro_batch_tokens or len(packed.ids)):
+    own, idle = own_parts(packed, config.micro_batch_tokens, optimizer.processes)
+    for part in own:
         sums.add(part)
+    for part in idle:
+        sums.join(part)
+    sums.collect(optimizer.processes)
+    optimizer.take_gradients()
     loss = sums.loss
-    grad_norm = clip_gradients(optimizer, config.optimizer.clip_norm)
+    grad_norm = optimizer.clip_gradients(config.optimizer.clip_norm)
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         optimizer.zero_grad()
         raise DivergedError(
@@ -91,7 +95,7 @@ class Sums:
     def __init__(
         self, model: CausalEncoderDecoder, packed: PackedBatch, config: TrainConfig
     ) -> None:
-        self.model, self.config = model, config
+        self.model, self.config, self.device = model, config, model.norm.weight.device
         self._also = model.config.image_token_id if config.learn_image_tokens else None
         self.num_tokens = len(packed.ids)
         self.num_targets = len(self._targets(packed)[0])
@@ -113,8 +117,41 @@ class Sums:
 
     def add(self, part: PackedBatch) -> None:
         """Run a part forward and backward."""
+        out, nats, kinds = self._run(part, 1.0)
+        self.nats += torch.zeros_like(self.nats).index_add(0, kinds.cpu(), nats.double().cpu())
+        self.counts += kinds.cpu().bincount(minlength=2)
+        for layer, counts in out.expert_counts.items():
+            self.loads[layer] = self.loads.get(layer, 0) + counts
+        share = len(part.ids) / self.num_tokens
+        self.indexer = _plus(self.indexer, out.losses.indexer, share)
+        self.balance = _plus(self.balance, out.losses.balance, share)
+
+    def join(self, part: PackedBatch) -> None:
+        """Run a part that counts for nothing, beside a process that still has one to add."""
+        out, _, _ = self._run(part, 0.0)
+        for layer, counts in out.expert_counts.items():
+            self.loads.setdefault(layer, torch.zeros_like(counts))
+        self.indexer = _plus(self.indexer, out.losses.indexer, 0.0)
+        self.balance = _plus(self.balance, out.losses.balance, 0.0)
+
+    def collect(self, processes: Processes) -> None:
+        """Add what the other processes have added."""
+        if processes.size == 1:
+            return
+        losses = torch.tensor([self.indexer or 0.0, self.balance or 0.0], dtype=torch.float64)
+        figures = torch.cat([self.nats, self.counts.double(), losses]).to(processes.device)
+        loads = torch.stack(list(self.loads.values()))
+        processes.sum_(figures, loads)
+        self.loads = dict(zip(self.loads, loads, strict=True))
+        self.nats, counts, losses = figures.cpu().split(2)
+        self.counts = counts.long()
+        self.indexer = None if self.indexer is None else float(losses[0])
+        self.balance = None if self.balance is None else float(losses[1])
+
+    def _run(self, part: PackedBatch, weight: float) -> tuple[Output, Tensor, Tensor]:
+        """Forward and backward; returns also each target's loss and kind of document."""
         model, config = self.model, self.config
-        device = model.norm.weight.device
+        device = self.device
         ids, embeds = part.ids.to(device), None
         if part.pixels is not None:
             assert model.vision is not None, "images for a model without a vision encoder"
@@ -124,21 +161,31 @@ class Sums:
         out = model(batch, objectives=config.objectives, recompute=recompute)
         rows, targets = self._targets(part)
         kinds = part.has_images().to(device)[rows].long()
-        share = len(ids) / self.num_tokens
-        others = [share * loss for loss in weighted(out.losses, config)]
-        nats = backward(
-            model, out.hidden, rows, targets, num_targets=self.num_targets, others=others
-        )
-        self.nats += torch.zeros_like(self.nats).index_add(0, kinds.cpu(), nats.cpu())
-        self.counts += kinds.cpu().bincount(minlength=2)
-        for layer, counts in out.expert_counts.items():
-            self.loads[layer] = self.loads.get(layer, 0) + counts
-        self.indexer = _plus(self.indexer, out.losses.indexer, share)
-        self.balance = _plus(self.balance, out.losses.balance, share)
+        loss = model.head.loss(out.hidden[rows], targets)
+        share = weight * len(ids) / self.num_tokens
+        others = [share * of_layers for of_layers in weighted(out.losses, config)]
+        total = loss.summed * (weight / max(1, self.num_targets))
+        torch.stack([total, *others]).sum().backward()
+        return out, loss.each, kinds
 
     def _targets(self, part: PackedBatch) -> tuple[Tensor, Tensor]:
-        ids = part.ids.to(self.model.norm.weight.device)
+        ids = part.ids.to(self.device)
         return next_tokens(ids, part.lengths, part.learned(self._also))
+
+
+def own_parts(
+    packed: PackedBatch, most: int, processes: Processes
+) -> tuple[list[PackedBatch], list[PackedBatch]]:
+    """Parts of at most ``most`` tokens that this process runs, and copies for want of another.
+
+    Every process must run as many parts as any other: one that has fewer runs copies of its first,
+    or of the batch's shortest document where it has none, that count for nothing.
+    """
+    most = most or len(packed.ids)
+    parts = [list(share.split(most)) for share in packed.shares(processes.size)]
+    own = parts[processes.rank] if processes.rank < len(parts) else []
+    spare = own[0] if own else min(packed.split(1), key=lambda part: len(part.ids))
+    return own, [spare] * (max(map(len, parts)) - len(own))
 
 
 def next_tokens(
@@ -157,59 +204,11 @@ def next_tokens(
     return rows, ids[rows + 1]
 
 
-def backward(
-    model: CausalEncoderDecoder,
-    hidden: Float[Tensor, "T D"],
-    rows: Int[Tensor, " targets"],
-    targets: Int[Tensor, " targets"],
-    *,
-    num_targets: int,
-    others: Sequence[Float[Tensor, ""]] = (),
-) -> Float[Tensor, " targets"]:
-    """Cross-entropy of each target; gradients of its sum over ``num_targets``, and of ``others``.
-
-    The head runs forward and backward piece by piece, so that only one piece of logits is alive.
-    """
-    cut = hidden.detach().requires_grad_()
-    losses = []
-    for own, wanted in _pieces(rows, targets, model.config.vocab_size):
-        piece = F.cross_entropy(model.logits(cut[own]), wanted, reduction="none")
-        (piece.sum() / num_targets).backward()
-        losses.append(piece.detach().double())
-    gradient = torch.zeros_like(hidden) if cut.grad is None else cut.grad
-    torch.autograd.backward([hidden, *others], [gradient, *[None] * len(others)])
-    return torch.cat(losses) if losses else hidden.new_zeros(0, dtype=torch.float64)
-
-
 def weighted(losses: Losses, config: TrainConfig) -> list[Float[Tensor, ""]]:
     """The losses of single layers by their weights, where something is there to learn."""
     pairs = (config.indexer_loss, losses.indexer), (config.balance_loss, losses.balance)
     return [weight * loss for weight, loss in pairs if loss is not None and loss.requires_grad]
 
 
-@torch.no_grad()
-def summed_loss(
-    model: CausalEncoderDecoder,
-    hidden: Float[Tensor, "T D"],
-    rows: Int[Tensor, " targets"],
-    targets: Int[Tensor, " targets"],
-) -> float:
-    """Summed cross-entropy of the targets, without gradients."""
-    loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
-    for own, wanted in _pieces(rows, targets, model.config.vocab_size):
-        loss += F.cross_entropy(model.logits(hidden[own]), wanted, reduction="sum")
-    return float(loss)
-
-
-def clip_gradients(optimizer: Optimizers, max_norm: float) -> float:
-    """Norm of all gradients together; they are scaled down to ``max_norm`` unless it is 0."""
-    return float(torch.nn.utils.clip_grad_norm_(optimizer.parameters(), max_norm or math.inf))
-
-
 def _plus(total: float | None, loss: Tensor | None, share: float) -> float | None:
     return total if loss is None else (total or 0.0) + share * loss.item()
-
-
-def _pieces(rows: Tensor, targets: Tensor, vocab_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    size = max(1, LOGITS_AT_ONCE // vocab_size)
-    return zip(rows.split(size), targets.split(size), strict=True)

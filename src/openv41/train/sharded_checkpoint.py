@@ -1,0 +1,138 @@
+"""Checkpoints that several processes write together, by torch's DCP. Report §3.1.
+
+A folder holds the files of DCP and ``about.json``: the next step, a description of the run, and
+the size and checksum of every file. It has its name only once all is written. Any number of
+processes reads it, each its own rows.
+"""
+
+import json
+import shutil
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from openv41.io.atomic import sync_folder, write_atomic
+from openv41.train.optimizer import Optimizers
+from openv41.train.parallel import Placed, Placement
+from openv41.train.processes import Processes
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+FOLDER_SUFFIX = ".dcp"
+ABOUT = "about.json"
+CHUNK = 1 << 24  # bytes that are checked at a time
+
+
+class ShardedWriter:
+    """Writes one checkpoint at a time, beside the training steps."""
+
+    def __init__(self, processes: Processes) -> None:
+        self.processes = processes
+        self._group: Any = None  # apart from that of the steps, which go on meanwhile
+        self._pending: tuple[Future[Any], Path, Mapping[str, Any]] | None = None
+
+    def begin(self, path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+        """Copy the tensors and start to write them; all processes must call it."""
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        half = path.with_name(f".{path.name}.tmp")
+        if self.processes.is_first and half.exists():  # of a run that was killed
+            shutil.rmtree(half)
+        self.processes.gather(None)
+        future: Any = async_save(dict(tensors), checkpoint_id=half, process_group=self._group)
+        self._pending = future, path.with_suffix(FOLDER_SUFFIX), about
+
+    def is_written(self) -> bool:
+        """Whether every process has written its part."""
+        if self._pending is None:
+            return False
+        return not self.processes.any(not self._pending[0].done())
+
+    def finish(self) -> bool:
+        """Wait until all is written, and give the folder its name; False if there was nothing."""
+        if self._pending is None:
+            return False
+        future, path, about = self._pending
+        self._pending = None
+        future.result()
+        half = path.with_name(f".{path.stem}.tmp")
+        own = sorted(half.glob(f"__{self.processes.rank}_*"))
+        files = {file.name: _summary(file) for file in own}
+        gathered = self.processes.gather(files)
+        if self.processes.is_first:
+            files = {name: value for part in gathered for name, value in part.items()}
+            files[".metadata"] = _summary(half / ".metadata")
+            write_atomic(half / ABOUT, json.dumps({**about, "files": files}).encode())
+            if path.exists():  # and could not be read
+                shutil.rmtree(path)
+            half.rename(path)
+            sync_folder(path.parent)
+        self.processes.gather(None)  # nobody goes on before the folder is there
+        return True
+
+
+def as_distributed(tensors: Mapping[str, Tensor], placement: Placement) -> dict[str, Tensor]:
+    """The values of ``state_tensors`` as parts of whole tensors."""
+    placed = {p.name: p for p in placement.parameters}
+    made = {}
+    for key, value in tensors.items():
+        of = placed.get(_parameter_of(key))
+        is_part = of is not None and value.shape == of.local.shape
+        made[key] = of.as_distributed(value, placement.mesh) if of and is_part else value
+    return made
+
+
+def check_folder(path: Path) -> dict[str, Any]:
+    """What a folder says about itself; ValueError if a file is another than it was."""
+    about: dict[str, Any] = json.loads((path / ABOUT).read_bytes())
+    for name, summary in about.pop("files").items():
+        if _summary(path / name) != summary:
+            raise ValueError(f"the size or checksum of {name} is another")
+    return about
+
+
+def read_folder(path: Path, optimizer: Optimizers) -> dict[str, Tensor]:
+    """Values for the rows of this process; all processes must call it."""
+    placement = optimizer.placement
+    placed = {p.name: p for p in placement.parameters}
+    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+    tensors = {
+        key: _room(about, placed.get(_parameter_of(key)))
+        for key, about in metadata.items()
+        if isinstance(about, TensorStorageMetadata)
+    }
+    is_alone = placement.processes.size == 1
+    load(as_distributed(tensors, placement), checkpoint_id=path, no_dist=is_alone)
+    return tensors
+
+
+def _room(about: TensorStorageMetadata, placed: Placed | None) -> Tensor:
+    """An empty tensor for the rows of this process."""
+    is_part = placed is not None and about.size == placed.shape
+    shape = placed.local.shape if placed is not None and is_part else about.size
+    device = placed.local.device if placed is not None and is_part else "cpu"
+    return torch.zeros(shape, dtype=about.properties.dtype, device=device)
+
+
+def _parameter_of(key: str) -> str:
+    kind, _, rest = key.partition(".")
+    return rest if kind == "model" else rest.rpartition(".")[0]
+
+
+def _summary(file: Path) -> list[int]:
+    """Size and checksum of a file."""
+    size = checksum = 0
+    with file.open("rb") as stream:
+        while chunk := stream.read(CHUNK):
+            size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
+    return [size, checksum]

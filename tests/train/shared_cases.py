@@ -1,0 +1,113 @@
+"""What one process computes, and what two must compute together: run alone or by torchrun."""
+
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from openv41.train.checkpoint import state_tensors
+from openv41.train.config import OptimizerConfig, TrainConfig
+from openv41.train.optimizer import Optimizers
+from openv41.train.packed_batch import PackedBatch
+from openv41.train.parallel import distribute
+from openv41.train.processes import join
+from openv41.train.sharded_checkpoint import as_distributed
+from openv41.train.step import train_step
+from tests.layers.mini import mini_config, mini_model, random_ids
+from tests.model.image_mini import GRIDS, VISION, image_ids
+
+LENGTHS = (5, 9, 1, 14, 3, 8)
+STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model and settings."""
+
+    experts: str = "sharded"
+    micro_batch_tokens: int = 0
+    recompute: bool = False
+    adamw: bool = False
+    images: bool = False
+    lengths: tuple[int, ...] = LENGTHS
+
+    def model(self):
+        config = mini_config()
+        if self.experts == "parallel":  # five cannot be shared evenly
+            config = replace(config, moe=replace(config.moe, num_experts=6))
+        if self.images:
+            config = replace(config, vision=VISION)
+        return mini_model(3, torch.float64, config=config)
+
+    def config(self, size):
+        update = {"matrix_update": "adamw", "token_update": "adamw"} if self.adamw else {}
+        return TrainConfig(
+            tokens=10 * size,
+            batch_tokens=size,
+            sequence_length=size,
+            warmup_tokens=0,
+            micro_batch_tokens=self.micro_batch_tokens,
+            activation_checkpointing=self.recompute,
+            update_rms_steps=2,
+            balance_loss=0.1,
+            indexer_loss=0.1,
+            optimizer=OptimizerConfig(lr=0.01, **update),
+        )
+
+    def batch(self, step):
+        ids = torch.tensor(random_ids(sum(self.lengths), seed=step))
+        packed = PackedBatch(ids, self.lengths)
+        if not self.images:
+            return packed
+        size, patches = VISION.patch_size, sum(grid.num_patches for grid in GRIDS)
+        pixels = torch.arange(patches * 3 * size * size).remainder(251).to(torch.uint8)
+        seen = image_ids()
+        return packed.beside(
+            PackedBatch(
+                torch.tensor(seen),
+                (len(seen),),
+                pixels=pixels.view(patches, 3, size, size),
+                grids=(tuple(GRIDS),),
+            )
+        )
+
+
+CASES = {
+    "sharded": Case(),
+    "parallel": Case(experts="parallel"),
+    "accumulated": Case(micro_batch_tokens=10),
+    "recomputed": Case(experts="parallel", micro_batch_tokens=14, recompute=True),
+    "adamw": Case(adamw=True),
+    "images": Case(experts="parallel", images=True),
+    "one document": Case(lengths=(21,), recompute=True),
+}
+
+
+def run_case(case, processes):
+    """Figures of some steps, then every parameter and buffer, whole."""
+    model = case.model()
+    placement = distribute(model, processes, case.experts)
+    batches = [case.batch(step) for step in range(STEPS)]
+    config = case.config(len(batches[0].ids))
+    optimizer = Optimizers(placement, config.optimizer)
+    results = [
+        train_step(model, optimizer, packed, config, step) for step, packed in enumerate(batches)
+    ]
+    tensors = as_distributed(state_tensors(optimizer), placement)
+    whole = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in tensors.items()}
+    whole.pop("rng")
+    return [asdict(result) for result in results], whole
+
+
+def main(out):
+    with join(torch.device("cpu")) as processes:
+        for name, case in CASES.items():
+            found = run_case(case, processes)
+            if processes.is_first:
+                torch.save(found, out / f"{name}.pt")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))
