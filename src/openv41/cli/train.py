@@ -68,10 +68,6 @@ def train(
         return
     if data is None or out is None:
         raise InputError("name the token shards with --data and the folder of the run with --out")
-    place = resolve_device(device)
-    if place.type == "cpu":
-        keep_freed_memory()
-        torch.set_flush_denormal(True)  # denormal numbers are slow and mean nothing here
     model, made, token_map = configure(
         preset,
         data,
@@ -79,9 +75,7 @@ def train(
         stages=[name.strip() for name in stages.split(",")],
         images=images is not None,
     )
-    if threads := made[0].train.cpu_threads:
-        torch.set_num_threads(threads)
-    with join(place) as processes:
+    with join(_prepare(device, made[0].train.cpu_threads)) as processes:
         err.quiet = not processes.is_first
         run = Run(
             model=model,
@@ -96,6 +90,17 @@ def train(
             experts=experts.value,
         )
         _fit(Trainer(run, resume=resume))
+
+
+def _prepare(device: str, cpu_threads: int) -> torch.device:
+    """Settings of torch that hold for the process."""
+    place = resolve_device(device)
+    if place.type == "cpu":
+        keep_freed_memory()
+        torch.set_flush_denormal(True)  # denormal numbers are slow and mean nothing here
+    if cpu_threads:
+        torch.set_num_threads(cpu_threads)
+    return place
 
 
 def _fit(trainer: Trainer) -> None:

@@ -20,7 +20,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from openv41.errors import CheckpointError
 from openv41.io.atomic import atomic_path
@@ -92,7 +91,7 @@ class Checkpoints:
         try:
             if self._writer.finish() and self.processes.is_first:
                 self._tidy()
-        except (OSError, CheckpointException) as error:
+        except OSError as error:
             raise _failed(self.folder, error) from None
 
     def newest(self) -> State | None:
@@ -208,7 +207,7 @@ def _parameter_of(key: str) -> str:
     return rest if kind == "model" else rest.rpartition(".")[0]
 
 
-def _failed(path: Path, error: BaseException) -> CheckpointError:
+def _failed(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"{path}: cannot write the checkpoint: {error}; the one before it is still good"
     )

@@ -1,4 +1,4 @@
-"""Whole matrices out of rows that processes share: each matrix has an owner. Report §3.1, §2.5.
+"""Whole matrices out of rows that processes share: each matrix has an owner. Report §2.5.
 
 Rows go to the owner and come back in one all-to-all each, so that an update that needs the whole
 matrix is computed once, and never on a part.

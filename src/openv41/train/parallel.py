@@ -1,4 +1,4 @@
-"""Where the parameters of a run are: all placement of many processes in one file. Report §3.1.
+"""Where the parameters of a run are: all placement of many processes in one file. Report §2.5.
 
 Layers know nothing of it. With several processes every layer, the embedding and the head are
 sharded by FSDP2, by rows; rows of n-gram tables have an owner that looks them up for all; experts

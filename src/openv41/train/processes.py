@@ -1,4 +1,4 @@
-"""The processes of a run that torchrun started, and what they send each other. Report §3.1.
+"""The processes of a run that torchrun started, and what they send each other. Report §2.5.
 
 A run without torchrun has one process, for which all of this does nothing.
 """

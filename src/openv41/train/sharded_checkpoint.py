@@ -1,4 +1,4 @@
-"""Checkpoints that several processes write together, by torch's DCP. Report §3.1.
+"""Checkpoints that several processes write together, by torch's DCP. Report §2.5.
 
 A folder holds the files of DCP and ``about.json``: the next step, a description of the run, and
 the size and checksum of every file. It has its name only once all is written. Any number of
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -59,12 +60,18 @@ class ShardedWriter:
         return not self.processes.any(not self._pending[0].done())
 
     def finish(self) -> bool:
-        """Wait until all is written, and give the folder its name; False if there was nothing."""
+        """Wait until all is written, and give the folder its name; False if there was nothing.
+
+        Raises OSError in every process if one could not write.
+        """
         if self._pending is None:
             return False
         future, path, about = self._pending
         self._pending = None
-        future.result()
+        try:
+            future.result()
+        except CheckpointException as error:
+            raise OSError(str(error)) from None
         half = path.with_name(f".{path.stem}.tmp")
         own = sorted(half.glob(f"__{self.processes.rank}_*"))
         files = {file.name: _summary(file) for file in own}
