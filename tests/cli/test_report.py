@@ -43,14 +43,26 @@ def test_pictures_and_one_page(tmp_path):
     result = invoke(tmp_path / "my <run>")
     assert result.exit_code == 0, result.stderr
     folder = tmp_path / "my <run>" / "report"
-    names = {"loss.png", "balance.png", "updates.png", "gradients.png", "report.html"}
+    names = {"loss.png", "balance.png", "updates.png", "gradients.png", "speed.png", "report.html"}
     assert {path.name for path in folder.iterdir()} == names
     assert all(p.read_bytes().startswith(PNG) for p in folder.glob("*.png"))
     page = (folder / "report.html").read_text()
     assert "<h1>my &lt;run&gt;</h1>" in page
     assert "2.1250 bits per byte" in page
     assert "1.50 in the worst layer" in page
-    assert page.count("data:image/png;base64,") == 4
+    assert page.count("data:image/png;base64,") == 5
+
+
+def test_a_dropped_model_may_have_had_other_layers(tmp_path):
+    """Loads are drawn of the model that is left."""
+    small = {"text": {"max_over_mean": [1.5], "entropy": [0.9]}}
+    write(tmp_path / "run", [record(1, balance=small), record(2), record(3)])
+    assert invoke(tmp_path / "run").exit_code == 0
+    write(tmp_path / "alone", [record(2), record(3)])
+    assert invoke(tmp_path / "alone").exit_code == 0
+    pictures = [tmp_path / name / "report" / "balance.png" for name in ("run", "alone")]
+    assert all(picture.read_bytes().startswith(PNG) for picture in pictures)
+    assert pictures[0].read_bytes() != pictures[1].read_bytes()  # it begins behind the first step
 
 
 def test_what_was_not_logged_has_no_picture(tmp_path):
@@ -61,7 +73,27 @@ def test_what_was_not_logged_has_no_picture(tmp_path):
     result = invoke(tmp_path / "run", "--out", tmp_path / "here")
     assert result.exit_code == 0, result.stderr
     names = {path.name for path in (tmp_path / "here").iterdir()}
-    assert names == {"loss.png", "gradients.png", "report.html"}
+    assert names == {"loss.png", "gradients.png", "speed.png", "report.html"}
+
+
+def test_a_contrastive_stage_has_a_picture_of_its_own(tmp_path):
+    """And its loss does not stand among those of next tokens."""
+    shown = {"model_flops_per_second": 2e12, "mfu": 0.25}
+    seen = [record(n, retrieval=n / 8, balance={}, **shown) for n in (1, 2)]
+    write(tmp_path / "run", seen)
+    assert invoke(tmp_path / "run").exit_code == 0
+    folder = tmp_path / "run" / "report"
+    assert {path.name for path in folder.glob("*.png")} == {
+        "contrast.png", "gradients.png", "speed.png",
+    }  # fmt: skip
+    write(tmp_path / "run", [*seen, record(3, spike=True, **shown)])
+    assert invoke(tmp_path / "run").exit_code == 0
+    assert (folder / "loss.png").is_file()
+    page = (folder / "report.html").read_text()
+    assert "25.0% in their batch" in page
+    assert "<td>2 TFLOP/s</td>" in page
+    assert "<tr><td>model FLOPs utilisation</td><td>25.0%</td></tr>" in page
+    assert "<tr><td>loss spikes</td><td>1</td></tr>" in page
 
 
 @pytest.mark.parametrize(("content", "message"), [(None, "cannot read the log"), ("", "no step")])

@@ -44,7 +44,11 @@ def test_train_writes_a_model_of_its_tokenizer(data, tmp_path):
     assert result.stdout == f"{out / 'checkpoint'}\n"
     assert "2 steps, 64 tokens" in result.stderr
     assert "pretrain 2/2  loss 5." in result.stderr
-    assert "bits/byte" in result.stderr
+    assert "pretrain 2  held-out text " in result.stderr
+    [line] = [text for text in result.stderr.splitlines() if text.startswith("pretrain 2/2")]
+    for field in ("tok/s", "FLOP/s", "lr ", "grad ", "load ", "0:00 left"):
+        assert field in line
+    assert len(line) <= 120
     model = load_model(out / "checkpoint")
     assert model.config.vocab_size == load_tokenizer(data).vocab_size == 270
     assert (model.config.hidden_size, model.config.moe.num_experts) == (16, 4)
@@ -115,6 +119,23 @@ def test_explain_shows_one_rule_for_every_parameter():
         app, ["train", "tiny", "--explain", "--set", "optimizer.head_wise=false"]
     )
     assert "2 x (32, 32)" not in whole.stdout
+    assert "from decay" not in result.stdout
+
+
+def test_explain_shows_what_rests_until_the_decay():
+    words = ["--explain", "--stages", "vision,pretrain", "--set", "pretrain.tokens=3e6"]
+    result = CliRunner().invoke(app, ["train", "tiny", *words[:3]])
+    assert result.exit_code == 0, result.stderr
+    cells = [line.split() for line in result.stdout.splitlines() if line.strip()]
+    lines = {name: " ".join(rest) for name, *rest in cells}
+    assert "x 0.1 from decay 0.1 report" in lines["vision.encoder.patch_embed.weight"]
+    assert "x 1 0.1 report" in lines["vision.encoder.norm.weight"]
+    assert "x 1 0.1 report" in lines["vision.projector.w1.weight"]
+    assert "adamw x 1 0 ours" in lines["log_temperature"]
+    assert "text.encoder.blocks.*.mlp.w1.weight" in lines
+    refused = CliRunner().invoke(app, ["train", "tiny", *words])
+    assert refused.exit_code == 2
+    assert "pretrain.tokens is '3e6', must be a whole number" in refused.stderr
 
 
 def test_training_needs_data_and_a_folder():

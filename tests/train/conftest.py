@@ -1,6 +1,9 @@
 import pytest
 
 from openv41.io.tokenizer import train_tokenizer
+from openv41.train.image_shards import prepare_image_shards
+from openv41.train.token_shards import prepare_shards
+from tests.train.image_runs import VISION, samples
 
 PLAYS = {
     "one.txt": "ACT I\nEnter the King, and Lords.\n" * 9,
@@ -21,3 +24,21 @@ def text_files(tmp_path_factory):
 @pytest.fixture(scope="session")
 def text_tokenizer(text_files):
     return train_tokenizer(text_files, vocab_size=290)
+
+
+@pytest.fixture(scope="session")
+def image_tokenizer(text_files):
+    return train_tokenizer(text_files, vocab_size=300, prompt_format=True)
+
+
+@pytest.fixture(scope="session")
+def image_text(text_files, image_tokenizer, tmp_path_factory):
+    """Text shards of the tokenizer that knows images."""
+    folder = tmp_path_factory.mktemp("image text") / "shards"
+    return prepare_shards(text_files, image_tokenizer, folder)
+
+
+@pytest.fixture(scope="session")
+def image_shards(image_tokenizer, tmp_path_factory):
+    out = tmp_path_factory.mktemp("images") / "shards"
+    return prepare_image_shards(samples(), image_tokenizer, VISION, out, max_tokens=64)

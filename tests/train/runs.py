@@ -62,10 +62,10 @@ def mini_run(shards, out, *, heldout=None, **changes):
 
 
 def read_log(folder):
-    """Records without the speed, which differs between runs."""
+    """Records without figures of speed, which differ between runs."""
     lines = (folder / LOG_FILE).read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    return [{k: v for k, v in record.items() if k != "tokens_per_second"} for record in records]
+    return [{k: v for k, v in r.items() if not k.endswith("per_second")} for r in records]
 
 
 def changed(run, **changes):

@@ -1,69 +1,33 @@
 """Image-text shards and the batches made of them."""
 
-import io
 import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from openv41.config import VisionConfig
 from openv41.errors import DataError, InputError
 from openv41.image_grid import grid_of
 from openv41.io.checkpoint import load_model
 from openv41.io.image_processor import load_image, process_image
-from openv41.io.tokenizer import train_tokenizer
 from openv41.prompt.tokens import IMAGE
-from openv41.train.image_batches import ImageBatches
+from openv41.train.image_batches import ImageBatches, PairBatches
 from openv41.train.image_samples import ImagePart, Sample, TextPart, Turn
 from openv41.train.image_shards import ImageShards, prepare_image_shards
 from openv41.train.loop import Trainer
-from openv41.train.token_shards import prepare_shards
-from tests.train.runs import changed, mini_run, read_log
-
-VISION = VisionConfig(
-    num_layers=1,
-    hidden_size=8,
-    num_heads=2,
-    intermediate_size=8,
-    patch_size=2,
-    min_pixels=36,
-    max_image_tokens=32,
-)
+from tests.train.image_runs import VISION, picture, samples, seeing_run
+from tests.train.runs import read_log
 
 
 @pytest.fixture(scope="module")
-def tokenizer(text_files):
-    return train_tokenizer(text_files, vocab_size=300, prompt_format=True)
-
-
-def picture(shade, size=(6, 6)):
-    data = io.BytesIO()
-    Image.new("RGB", size, (shade, 255 - shade, 7)).save(data, "PNG")
-    return ImagePart(data.getvalue(), f"picture {shade}")
-
-
-def samples(count=12):
-    """Pairs, documents with two images, conversations."""
-    for i in range(count):
-        if i % 3 == 0:
-            yield Sample(f"{i}", parts=(picture(i), TextPart("thou art grey")))
-        elif i % 3 == 1:
-            between = TextPart(" and ", trains=False)
-            parts = (TextPart("lo "), picture(i, (18, 6)), between, picture(i + 1), TextPart(" so"))
-            yield Sample(f"{i}", parts=parts)
-        else:
-            turns = [Turn("user", (picture(i), TextPart("What?"))), Turn("assistant", ())]
-            turns[1] = replace(turns[1], parts=(TextPart("A sea"),))
-            yield Sample(f"{i}", turns=tuple(turns))
+def tokenizer(image_tokenizer):
+    return image_tokenizer
 
 
 @pytest.fixture(scope="module")
-def shards(tokenizer, tmp_path_factory):
-    out = tmp_path_factory.mktemp("images") / "shards"
-    return prepare_image_shards(samples(), tokenizer, VISION, out, max_tokens=64)
+def shards(image_shards):
+    return image_shards
 
 
 def learned(tokenizer, sample):
@@ -150,13 +114,8 @@ def test_every_epoch_holds_every_sample_once(shards):
 
 
 @pytest.fixture(scope="module")
-def run(text_files, tokenizer, shards, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-    text = prepare_shards(text_files, tokenizer, folder / "text")
-    base = mini_run(text, folder / "out", batch_tokens=96, sequence_length=16, image_share=0.67)
-    image = tokenizer.special_id(IMAGE)
-    model = replace(base.model, vision=VISION, image_token_id=image)
-    return changed(replace(base, model=model, images=shards.folder), tokens=576)
+def run(image_text, shards, tmp_path_factory):
+    return seeing_run(image_text, shards, tmp_path_factory.mktemp("run") / "out")
 
 
 def test_a_run_learns_from_both(run, tmp_path):
@@ -198,3 +157,35 @@ def test_image_positions_are_learned_only_where_asked(run):
     assert torch.equal(packed.learned(image), packed.targets | spans)
     assert trainer.batches.batch(0).learned(image) is None  # text: all of it
     assert packed.targets[: len(trainer.batches.batch(0).ids)].all()
+
+
+def test_pairs_are_single_images_with_a_text_to_learn(tokenizer, shards, tmp_path):
+    assert shards.pairs() == [0, 2, 3, 5, 6, 8, 9, 11]  # every third sample has two images
+    mute = Sample("mute", parts=(picture(1), TextPart("a", trains=False)))
+    few = prepare_image_shards(
+        [mute, *samples(2)], tokenizer, VISION, tmp_path / "few", max_tokens=64
+    )
+    with pytest.raises(DataError, match="holds 1 pairs of one image and a text"):
+        few.pairs()
+
+
+def test_batches_of_pairs_change_from_epoch_to_epoch(shards):
+    """Three of eight pairs at a time: two batches in an epoch, in which no pair occurs twice."""
+    longest = max(shards.lengths[i] for i in shards.pairs())
+    batches = PairBatches(shards, batch_tokens=4 * longest - 1, seed=1)
+    assert batches.size == 3
+    own = {shards.read(i).pixels.tobytes(): i for i in shards.pairs()}
+    epochs = []
+    for epoch in range(4):
+        packed = [batches.batch(2 * epoch + n) for n in range(2)]
+        assert all(len(p.lengths) == 3 for p in packed)
+        images = [i for p in packed for i in p.pixels.split([g.num_patches for g in p.images])]
+        epochs.append([own[image.numpy().tobytes()] for image in images])
+        assert len(set(epochs[-1])) == 6
+    assert len({tuple(numbers) for numbers in epochs}) == 4
+    assert {number for numbers in epochs for number in numbers} == set(shards.pairs())
+    again = PairBatches(shards, batch_tokens=4 * longest - 1, seed=1).batch(3)
+    assert torch.equal(again.pixels, batches.batch(3).pixels)
+    assert PairBatches(shards, batch_tokens=1000, seed=1).size == 8
+    with pytest.raises(InputError, match=f"a batch of {2 * longest - 1} must have room for two"):
+        PairBatches(shards, batch_tokens=2 * longest - 1, seed=1)

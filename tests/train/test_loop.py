@@ -171,11 +171,11 @@ def test_one_bad_batch_is_skipped(shards, tmp_path, monkeypatch, caplog):
     plain = loop.train_step
     steps = []
 
-    def spoiled(model, optimizer, packed, config, step):
+    def spoiled(model, optimizer, packed, config, step, **more):
         steps.append(step)
         if step == 2:
             raise DivergedError("step 3: the loss is nan; mend it")
-        return plain(model, optimizer, packed, config, step)
+        return plain(model, optimizer, packed, config, step, **more)
 
     monkeypatch.setattr(loop, "train_step", spoiled)
     run = mini_run(shards, tmp_path / "out")

@@ -45,6 +45,7 @@ def test_one_object_per_step(tmp_path):
         "loss": 2.5,
         "losses": {"text": 2.5},
         "skipped": 0,
+        "spike": False,
         "lr": 1e-3,
         "grad_norm": 0.5,
         "balance": {"text": {"max_over_mean": [1.5, 1.25], "entropy": [0.5, 0.75]}},

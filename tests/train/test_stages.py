@@ -1,5 +1,7 @@
 """Stages: which step stands where, what a recipe changes, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -56,6 +58,10 @@ def test_recipes_change_what_they_say():
     extended = RECIPES["extend"](BASE)
     assert (extended.sequence_length, extended.batch_tokens, extended.tokens) == (40, 80, 100)
     assert (extended.optimizer.lr, extended.final_lr_factor) == (0.05, 1.0)
+    vision = RECIPES["vision"](BASE)
+    assert (vision.tokens, vision.warmup_tokens, vision.hold_tokens) == (250, 12, 0)
+    assert (vision.freeze_vision, vision.optimizer.vision_lr_factor) == (False, 1.0)
+    assert RECIPES["vision-lm"](BASE) == replace(vision, image_share=0.5)
     after = RECIPES["posttrain"](BASE)
     assert (after.numerics, after.tokens, after.optimizer.lr) == ("f32qat", 100, 0.05)
     assert after.restrict_candidates
@@ -65,7 +71,7 @@ def test_recipes_change_what_they_say():
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ([], "no stage is named; choose from pretrain, extend, posttrain"),
+        ([], "no stage is named; choose from vision, vision-lm, pretrain, extend, posttrain"),
         (["pretrain", "midtrain"], "there is no stage 'midtrain'"),
         (["pretrain", "pretrain"], "stage 'pretrain' occurs twice"),
     ],

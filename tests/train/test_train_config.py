@@ -21,6 +21,8 @@ from openv41.train.config import OptimizerConfig, TrainConfig
         ({"balance_loss": -1.0}, "balance_loss is -1.0, must be at least 0 and finite"),
         ({"indexer_loss": float("inf")}, "indexer_loss is inf, must be at least 0 and finite"),
         ({"seed": 10**23}, f"seed is {10**23}, must be at most {2**63 - 1}"),
+        ({"spike_factor": -1.0}, "spike_factor is -1.0, must be at least 0 and finite"),
+        ({"spike_steps": 1}, "spike_steps is 1, must be at least 2"),
         ({"cpu_threads": 2000}, "cpu_threads is 2000, must be at most 1024"),
     ],
 )

@@ -29,7 +29,7 @@ def report(
         Path | None, typer.Option(help="Folder to write, RUN/report unless given.")
     ] = None,
 ) -> None:
-    """Draw loss, expert balance, update sizes and gradient norms, and one HTML page of them."""
+    """Draw loss, expert balance, update sizes, gradients and speed, and one HTML page of them."""
     records = read_records(run / LOG_FILE)
     if not records:
         raise DataError(f"{run / LOG_FILE} holds no step yet; wait for the first one")
@@ -53,6 +53,18 @@ def summarise(records: list[dict[str, Any]]) -> dict[str, str]:
         "loss of the last step": f"{last['loss']:.4f} nats per token",
         "tokens per second": f"{speed:,.0f}",
     }
+    flops = [r["model_flops_per_second"] for r in records if "model_flops_per_second" in r]
+    if flops:
+        rows["model FLOPs per second"] = f"{sum(flops) / len(flops) / 1e12:.3g} TFLOP/s"
+    shares = [r["mfu"] for r in records if "mfu" in r]
+    if shares:
+        rows["model FLOPs utilisation"] = f"{sum(shares) / len(shares):.1%}"
+    found = [r["retrieval"] for r in records if "retrieval" in r]
+    if found:
+        rows["images that find their text, at last"] = f"{found[-1]:.1%} in their batch"
+    spikes = sum(r.get("spike", False) for r in records)
+    if spikes:
+        rows["loss spikes"] = f"{spikes:,}"
     for kind, value in last.get("losses", {}).items():
         rows[f"loss of the last step, {kind}"] = f"{value:.4f} nats per token"
     if scores:

@@ -17,7 +17,7 @@ Record = Mapping[str, Any]
 
 
 def draw_run(records: Sequence[Record], folder: Path) -> list[Path]:
-    """Write loss, balance, update size and gradient norm as PNG files; returns those written.
+    """Write loss, balance, update size, gradients and speed as PNG files; returns those written.
 
     A picture whose figures the log does not hold is left out.
     """
@@ -41,7 +41,10 @@ def _figure() -> "Figure":
 
 
 def _draw_loss(figure: "Figure", records: Sequence[Record]) -> bool:
-    """Training loss, by modality where there are both, and the held-out score."""
+    """Loss of next tokens, by modality where there are both, and the held-out score."""
+    records = [r for r in records if "retrieval" not in r]
+    if not records:
+        return False
     left, right = figure.subplots(1, 2)
     series = {"all": [(r["tokens"], r["loss"]) for r in records]}
     for kind in ("text", "image"):
@@ -63,15 +66,34 @@ def _draw_loss(figure: "Figure", records: Sequence[Record]) -> bool:
     return True
 
 
+def _draw_contrast(figure: "Figure", records: Sequence[Record]) -> bool:
+    """Contrastive loss of stage "vision", and how many images find their text."""
+    found = [r for r in records if "retrieval" in r]
+    if not found:
+        return False
+    left, right = figure.subplots(1, 2)
+    _curve(left, [(r["tokens"], r["loss"]) for r in found], COLOURS["image"], "contrastive loss")
+    _finish(left, "Images against texts", "nats per image", legend=False)
+    _curve(right, [(r["tokens"], r["retrieval"]) for r in found], COLOURS["image"], "retrieval")
+    _finish(right, "Images that find their text", "share of the batch", legend=False)
+    return True
+
+
 def _draw_balance(figure: "Figure", records: Sequence[Record]) -> bool:
-    """Largest load over the mean, per layer and modality, over the run."""
+    """Largest load over the mean, per layer and modality, over the run.
+
+    A small language model that was dropped has fewer layers and is left out.
+    """
     kinds = [k for k in ("text", "image") if any(k in r["balance"] for r in records)]
     if not kinds:
         return False
     for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
-        found = [r for r in records if kind in r["balance"]]
+        seen = [r for r in records if kind in r["balance"]]
+        last = len(seen[-1]["balance"][kind]["max_over_mean"])
+        found = [r for r in seen if len(r["balance"][kind]["max_over_mean"]) == last]
+        before = [r["tokens"] for r in records if r["tokens"] < found[0]["tokens"]]
         rows = list(zip(*(r["balance"][kind]["max_over_mean"] for r in found), strict=True))
-        limits = (0, found[-1]["tokens"] / 1e6, len(rows) - 0.5, -0.5)
+        limits = (max(before, default=0) / 1e6, found[-1]["tokens"] / 1e6, len(rows) - 0.5, -0.5)
         image = axes.imshow(
             rows, aspect="auto", extent=limits, cmap="viridis", vmin=1, interpolation="nearest"
         )
@@ -106,11 +128,30 @@ def _draw_gradients(figure: "Figure", records: Sequence[Record]) -> bool:
     return True
 
 
+def _draw_speed(figure: "Figure", records: Sequence[Record]) -> bool:
+    """Tokens per second; the share of the device's peak, or model FLOPs where that is unknown."""
+    left, right = figure.subplots(1, 2)
+    speeds = [(r["tokens"], r["tokens_per_second"]) for r in records]
+    _curve(left, speeds, COLOURS["all"], "tokens")
+    _finish(left, "Speed", "tokens per second", legend=False)
+    name, scale = ("mfu", 1.0) if "mfu" in records[-1] else ("model_flops_per_second", 1e-12)
+    points = [(r["tokens"], r[name] * scale) for r in records if name in r]
+    if points:
+        _curve(right, points, COLOURS["all"], name)
+        title = "Model FLOPs utilisation" if name == "mfu" else "Model FLOPs"
+        _finish(right, title, "" if name == "mfu" else "TFLOP/s", legend=False)
+    else:
+        right.set_axis_off()
+    return True
+
+
 PICTURES: dict[str, Callable[["Figure", Sequence[Record]], bool]] = {
     "loss": _draw_loss,
+    "contrast": _draw_contrast,
     "balance": _draw_balance,
     "updates": _draw_updates,
     "gradients": _draw_gradients,
+    "speed": _draw_speed,
 }
 
 

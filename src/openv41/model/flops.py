@@ -95,19 +95,20 @@ def component_of(name: str) -> str:
 
 def active_parameters(model: CausalEncoderDecoder, *, prefill: bool) -> int:
     """Parameters that work on one token: no embedding, no table, the chosen experts alone."""
-    return sum(map(prod, _active_shapes(model, prefill=prefill).values()))
+    return sum(map(prod, active_shapes(model, prefill=prefill).values()))
 
 
 def flops_per_token(model: CausalEncoderDecoder, context: int, *, prefill: bool) -> Work:
     """Operations for the last token of a context of this length."""
     config = model.config
-    shapes = _active_shapes(model, prefill=prefill).values()
+    shapes = active_shapes(model, prefill=prefill).values()
     plans = plan_layers(config)[: find_cut(config)[0] if prefill else None]
+    contexts = range(context, context + 1)
     return Work(
         matrices=2 * sum(prod(shape) for shape in shapes if len(shape) > 1),
-        attention=sum(_attention_flops(config, plan, context) for plan in plans),
-        indexer=sum(_indexer_flops(config, plan, context) for plan in plans),
-        streams=len(plans) * _stream_flops(config),
+        attention=sum(attention_flops(config, plan, contexts) for plan in plans),
+        indexer=sum(indexer_flops(config, plan, contexts) for plan in plans),
+        streams=len(plans) * stream_flops(config),
     )
 
 
@@ -118,20 +119,17 @@ def prompt_flops(model: CausalEncoderDecoder, rows: PromptRows, length: int) -> 
     """
     config, total, entering = model.config, 2 * prod(model.head.weight.shape), rows.start
     weights, kv_weights = ([0] * config.num_layers for _ in range(2))
-    for name, shape in _active_shapes(model).items():
+    for name, shape in active_shapes(model).items():
         if name.startswith("layers.") and len(shape) > 1:
             _, layer, rest = name.split(".", 2)
             weights[int(layer)] += prod(shape)
             kv_weights[int(layer)] += prod(shape) if rest.startswith(KV_SOURCE_PARTS) else 0
     for plan, first in zip(plan_layers(config), rows.firsts, strict=True):
-        computed = range(first, length)
+        computed = range(first + 1, length + 1)  # the contexts of these rows
         total += 2 * weights[plan.layer] * len(computed)
         total += 2 * kv_weights[plan.layer] * (first - entering)
-        total += _stream_flops(config) * len(computed)
-        total += sum(
-            _attention_flops(config, plan, p + 1) + _indexer_flops(config, plan, p + 1)
-            for p in computed
-        )
+        total += stream_flops(config) * len(computed)
+        total += attention_flops(config, plan, computed) + indexer_flops(config, plan, computed)
         entering = first
     return total
 
@@ -147,7 +145,7 @@ def cache_bytes(config: ModelConfig) -> CacheBytes:
     )
 
 
-def _active_shapes(
+def active_shapes(
     model: CausalEncoderDecoder, *, prefill: bool = False
 ) -> dict[str, tuple[int, ...]]:
     """Shapes of the weights that one token meets, stacks of experts cut to the chosen ones."""
@@ -169,24 +167,38 @@ def _runs_in_prefill(name: str, cut: int | None) -> bool:
     return is_below or (int(layer) == cut and rest.startswith(KV_SOURCE_PARTS))
 
 
-def _attention_flops(config: ModelConfig, plan: LayerPlan, context: int) -> int:
+def attention_flops(config: ModelConfig, plan: LayerPlan, contexts: range) -> int:
+    """Scores and values of a layer for tokens of consecutive contexts."""
     attention = config.attention
-    entries = min(attention.window_size, context)
+    entries = _entries(contexts, 1, attention.window_size)
     if plan.ratio:
-        entries += min(config.indexer.top_k, context // plan.ratio)
+        entries += _entries(contexts, plan.ratio, config.indexer.top_k)
     return 4 * attention.num_heads * attention.head_dim * entries
 
 
-def _indexer_flops(config: ModelConfig, plan: LayerPlan, context: int) -> int:
+def indexer_flops(config: ModelConfig, plan: LayerPlan, contexts: range) -> int:
+    """Scores of a layer's indexer for tokens of consecutive contexts."""
     if not plan.is_index_source:
         return 0
-    indexer, scored = config.indexer, context // plan.ratio
-    if plan.uses_candidates:
-        scored = min(scored, indexer.pool_size)
+    indexer = config.indexer
+    most = indexer.pool_size if plan.uses_candidates else contexts.stop
+    scored = _entries(contexts, plan.ratio, most)
     return 2 * indexer.num_heads * (indexer.head_dim + 1) * scored
 
 
-def _stream_flops(config: ModelConfig) -> int:
+def stream_flops(config: ModelConfig) -> int:
     """Two sites per layer, each N D to collapse and (N + 1) N D to update, times two."""
     num = config.mhc.num_streams
     return 2 * 2 * config.hidden_size * num * (num + 2)
+
+
+def _entries(contexts: range, ratio: int, most: int) -> int:
+    """Sum over the contexts of their entries of ``ratio`` tokens, at most ``most`` of each."""
+    return _below(contexts.stop, ratio, most) - _below(contexts.start, ratio, most)
+
+
+def _below(stop: int, ratio: int, most: int) -> int:
+    """Sum of min(most, context // ratio) over all contexts below ``stop``."""
+    growing = min(stop, most * ratio)  # below it every context holds fewer than most
+    whole, rest = divmod(growing, ratio)
+    return ratio * whole * (whole - 1) // 2 + rest * whole + (stop - growing) * most

@@ -8,16 +8,16 @@ from openv41.layers.engram import Engram
 from openv41.layers.experts import Gate
 from openv41.layers.quantized_linear import Linear, QuantizedWeight, RMSNorm
 from openv41.layers.single_pass_mhc import SinglePassMHC
-from openv41.model.causal_encoder_decoder import CausalEncoderDecoder, Embedding
+from openv41.model.causal_encoder_decoder import Embedding
 from openv41.model.image_tower import ImageTower
 
 STD = 0.02
 
 
 @torch.no_grad()
-def init_weights(model: CausalEncoderDecoder, seed: int) -> None:
+def init_weights(model: nn.Module, seed: int) -> None:
     """Fill every parameter; the values depend on the seed and the model's shapes alone."""
-    generator = torch.Generator(device=model.norm.weight.device).manual_seed(seed)
+    generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
     for module in model.modules():
         _init_module(module, generator)
 

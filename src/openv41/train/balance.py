@@ -49,7 +49,9 @@ class Balance:
 
 def measure_balance(loads: Mapping[int, Int[Tensor, "2 E"]]) -> dict[str, Balance]:
     """Balance of "text" and of "image" tokens; a kind that did not occur is left out."""
-    found = {}
+    found: dict[str, Balance] = {}
+    if not loads:  # a model without experts
+        return found
     for kind, name in enumerate(KINDS):
         load = torch.stack([both[kind] for both in loads.values()]).double()  # [layers, E]
         if load.sum():

@@ -38,6 +38,7 @@ FOLDER = "resume"
 KEPT = 2
 SUFFIX = ".safetensors"
 FORMAT = "openv41-training-state-4"
+ENCODER = "vision.encoder."  # what its parameters begin with in every model
 METADATA_KEY = "state"  # one key, since the library writes several in any order
 
 ALONE = Processes()
@@ -158,6 +159,14 @@ def state_tensors(optimizer: Optimizers) -> dict[str, Tensor]:
         for key, value in optimizer.state(parameter).items():
             tensors[f"optimizer.{names[parameter]}.{key}"] = value.contiguous()
     return {**tensors, "rng": torch.get_rng_state()}
+
+
+@torch.no_grad()
+def put_encoder(tensors: Mapping[str, Tensor], optimizer: Optimizers) -> None:
+    """Give another model the vision encoder of ``state_tensors``; its momenta stay behind."""
+    for placed in optimizer.placement.parameters:
+        if placed.name.startswith(ENCODER):
+            placed.local.copy_(tensors[f"model.{placed.name}"])
 
 
 def describe_differences(old: Description, new: Description) -> list[str]:

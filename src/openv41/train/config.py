@@ -97,12 +97,16 @@ class TrainConfig:
     modality_biases: bool = True  # text and images have routing biases and loads of their own
     image_share: float = 0.25  # of each batch's tokens, where the run has image-text samples
     learn_image_tokens: bool = False  # also predict the tokens of image spans
+    freeze_vision: bool | None = None  # until the decay; None: if a stage before trained it
     numerics: Numerics = "f32"  # qat rounds caches as serving does; weights stay float32
     restrict_candidates: bool = False  # Reindex layers choose among their candidate pool alone
     micro_batch_tokens: int = 0  # that run at a time, of a batch; 0 for all
     activation_checkpointing: bool = False  # keep only the streams between layers
     update_rms_steps: int = 50  # between measurements of the updates' size; 0 for none
     max_skipped_steps: int = 3  # in a row, whose loss is not finite; then the run stops
+    spike_factor: float = 6.0  # deviations above the mean loss that make a spike; 0 for none
+    spike_steps: int = 100  # whose losses that mean is of
+    skip_spikes: bool = False  # leave such a batch out, as one that is not finite
     checkpoint_steps: int = 200
     heldout_steps: int = 200
     heldout_tokens: int = 32768  # evenly spread over the held-out text
@@ -112,6 +116,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         phases = ("warmup_tokens", "hold_tokens", "tail_tokens")
         counts_from_0 = ("micro_batch_tokens", "update_rms_steps", "max_skipped_steps")
+        finite = ("balance_loss", "indexer_loss", "spike_factor")
         counts = ("tokens", "batch_tokens", "checkpoint_steps", "heldout_steps", "heldout_tokens")
         problems = [
             f"{name} is {getattr(self, name)}, must be at least 1"
@@ -125,7 +130,7 @@ class TrainConfig:
         ]
         problems += [
             f"{name} is {getattr(self, name)}, must be at least 0 and finite"
-            for name in ("balance_loss", "indexer_loss")
+            for name in finite
             if not 0 <= getattr(self, name) < math.inf
         ]
         problems += [
@@ -133,6 +138,8 @@ class TrainConfig:
             for name, most in (("seed", 2**63 - 1), ("cpu_threads", 1024), ("balance_speed", 1))
             if getattr(self, name) > most
         ]
+        if self.spike_steps < 2:
+            problems.append(f"spike_steps is {self.spike_steps}, must be at least 2")
         if self.sequence_length < 2:
             problems.append(f"sequence_length is {self.sequence_length}, must be at least 2")
         elif self.batch_tokens % self.sequence_length:

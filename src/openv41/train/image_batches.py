@@ -3,6 +3,8 @@
 Samples are packed whole: each is a document of its own, which sees no other.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -10,6 +12,7 @@ from openv41.errors import InputError
 from openv41.train.image_shards import ImageShards
 from openv41.train.packed_batch import PackedBatch
 from openv41.train.packing import best_fit, mix, shuffled
+from openv41.train.sample_encoder import EncodedSample
 
 
 class ImageBatches:
@@ -35,15 +38,46 @@ class ImageBatches:
         """The samples of one step."""
         epoch, index = divmod(step, len(self.bins))
         chosen = self.bins[shuffled(index, len(self.bins), mix(mix(self.seed) + epoch))]
-        samples = [self.shards.read(number) for number in chosen]
-        return PackedBatch(
-            ids=torch.from_numpy(np.concatenate([s.tokens for s in samples])),
-            lengths=tuple(len(s.tokens) for s in samples),
-            targets=torch.from_numpy(np.concatenate([s.targets for s in samples])),
-            pixels=torch.from_numpy(np.concatenate([s.pixels for s in samples])),
-            grids=tuple(sample.grids for sample in samples),
-        )
+        return _join([self.shards.read(number) for number in chosen])
 
     def epoch(self, step: int) -> float:
         """Passes over the samples before ``step``."""
         return step / len(self.bins)
+
+
+class PairBatches:
+    """Pairs of an image and a text to compare, as many in every batch; each epoch mixes them anew.
+
+    What does not fill a batch at the end of an epoch waits for the next. The batch of a step
+    depends on the seed and the step alone.
+    """
+
+    def __init__(self, shards: ImageShards, *, batch_tokens: int, seed: int) -> None:
+        self.shards, self.seed, self.pairs = shards, seed, shards.pairs()
+        longest = max(shards.lengths[number] for number in self.pairs)
+        if 2 * longest > batch_tokens:
+            raise InputError(
+                f"{shards.folder} holds a pair of {longest} tokens, a batch of {batch_tokens} must "
+                "have room for two; raise batch_tokens, or prepare the images with a smaller "
+                "--max-tokens"
+            )
+        self.size = min(batch_tokens // longest, len(self.pairs))
+
+    def batch(self, step: int) -> PackedBatch:
+        """The pairs of one step."""
+        count = len(self.pairs)
+        epoch, index = divmod(step, count // self.size)
+        key = mix(mix(self.seed) + epoch)
+        places = range(index * self.size, (index + 1) * self.size)
+        chosen = [self.pairs[shuffled(place, count, key)] for place in places]
+        return _join([self.shards.read(number) for number in chosen])
+
+
+def _join(samples: Sequence[EncodedSample]) -> PackedBatch:
+    return PackedBatch(
+        ids=torch.from_numpy(np.concatenate([s.tokens for s in samples])),
+        lengths=tuple(len(s.tokens) for s in samples),
+        targets=torch.from_numpy(np.concatenate([s.targets for s in samples])),
+        pixels=torch.from_numpy(np.concatenate([s.pixels for s in samples])),
+        grids=tuple(sample.grids for sample in samples),
+    )

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +178,24 @@ class ImageShards:
     def __len__(self) -> int:
         """Count the samples."""
         return len(self.lengths)
+
+    def pairs(self) -> list[int]:
+        """Numbers of the samples of one image and a text to learn.
+
+        Raises DataError where there are fewer than two.
+        """
+        images, tokens = map(pairwise, (self._image_bounds, self._token_bounds))
+        found = [
+            number
+            for number, ((i, j), (t, u)) in enumerate(zip(images, tokens, strict=True))
+            if j - i == 1 and self._targets[t:u].any()
+        ]
+        if len(found) < 2:
+            raise DataError(
+                f"{self.folder} holds {len(found)} pairs of one image and a text; comparing them "
+                "needs at least 2"
+            )
+        return found
 
     def read(self, number: int) -> EncodedSample:
         """One sample."""

@@ -3,9 +3,10 @@
 import hashlib
 import json
 import logging
+import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,22 +32,29 @@ from openv41.train.checkpoint import (
     describe_differences,
     has_run,
     put,
+    put_encoder,
     restore,
     state_tensors,
 )
 from openv41.train.config import NUMERICS_OF, TrainConfig
+from openv41.train.contrastive import ContrastiveModel
+from openv41.train.contrastive_step import contrastive_step
 from openv41.train.data import TrainingBatches
 from openv41.train.evaluate import HeldOut
-from openv41.train.image_batches import ImageBatches
+from openv41.train.freezing import is_frozen
+from openv41.train.image_batches import ImageBatches, PairBatches
 from openv41.train.image_shards import ImageShards
-from openv41.train.metrics import LOG_FILE, RunLog, StepRecord
+from openv41.train.metrics import LOG_FILE, RunLog, Sink, StepRecord
 from openv41.train.optimizer import Optimizers
 from openv41.train.packed_batch import PackedBatch
-from openv41.train.parallel import ExpertPlacement, distribute
+from openv41.train.parallel import ExpertPlacement, StageModel, distribute
 from openv41.train.processes import Processes
-from openv41.train.stages import Place, Stage, num_steps, place_of, without_restriction
-from openv41.train.step import DivergedError, train_step
+from openv41.train.spikes import SpikeWatch, read_losses
+from openv41.train.stages import Place, Stage, num_steps, place_of
+from openv41.train.step import DivergedError, StepResult, train_step
 from openv41.train.token_shards import INDEX_FILE, TokenShards
+from openv41.train.utilisation import FlopCounter
+from openv41.train.wandb_log import WandbLog
 
 RUN_FILE = "run.json"
 MODEL_FOLDER = "checkpoint"  # the trained model, in the format's plain float32 variant
@@ -79,6 +87,7 @@ class Run:
     device: torch.device
     processes: Processes = ALONE
     experts: ExpertPlacement = "sharded"  # among several processes
+    wandb: str | None = None  # project that gets the figures too
 
     def describe(self) -> Description:
         """Everything that the result depends on, as plain values."""
@@ -98,6 +107,7 @@ class Trainer:
     def __init__(self, run: Run, *, resume: bool) -> None:
         self.run = run
         self.processes, self.description = run.processes, run.describe()
+        check_stages(run.stages, run.processes)
         self.checkpoints = Checkpoints(run.out, run.processes)
         state = self._find_state(resume=resume)
         self.shards = TokenShards(run.data)
@@ -105,12 +115,13 @@ class Trainer:
         self.shards.check_tokenizer(self.tokenizer)
         self.step = 0 if state is None else state.step
         self.num_steps, self.skipped = num_steps(run.stages), 0
-        first = place_of(run.stages, min(self.step, self.num_steps - 1))
-        seed = run.stages[0].train.seed
-        torch.manual_seed(seed)
-        self._enter(first, seed)
+        first = place_of(run.stages, max(0, self.step - 1))  # the stage that wrote the state
+        torch.manual_seed(run.stages[0].train.seed)
+        self._enter(first)
         if state is not None:
             restore(state, self.optimizer)
+            for loss in read_losses(run.out / LOG_FILE, self.stage.name, self.step):
+                self.spikes.add(loss)
 
     def fit(self, report: Report = lambda _: None) -> Path:
         """Train to the last step and write the model; returns its folder.
@@ -144,7 +155,10 @@ class Trainer:
         out, described = self.run.out, json.dumps(self.description, indent=2)
         out.mkdir(parents=True, exist_ok=True)
         write_atomic(out / RUN_FILE, described.encode() + b"\n")
-        return RunLog(out, self.step)
+        sinks: list[Sink] = []
+        if self.run.wandb is not None:
+            sinks.append(WandbLog(self.run.wandb, out, self.description))
+        return RunLog(out, self.step, sinks)
 
     def _export(self, folder: Path) -> Path:
         """Write the model that the run is about; the last stage may have had another pool."""
@@ -171,20 +185,25 @@ class Trainer:
         place = place_of(self.run.stages, self.step)
         if place.stage is not self.stage:
             self._change(place)
-        train, start = self.train, time.perf_counter()
+        train, start, most = self.train, time.perf_counter(), self.spikes.most
         packed = self._batch(place)
         try:
-            result = train_step(self.model, self.optimizer, packed, train, place.step)
+            result = self._train(packed, place)
         except DivergedError as error:
             self._skip(error)
             return None
-        skipped, self.skipped = self.skipped, 0
         seconds = time.perf_counter() - start
+        skipped, self.skipped = self.skipped, 0
+        self.spikes.add(result.loss)
         self.step += 1
-        due = self.step % train.heldout_steps == 0 or place.is_last
-        score = None
-        if self.heldout is not None and due:
-            score = self.heldout.score(self.model, self.processes)
+        speed = (
+            self.flops.step(
+                packed,
+                num_targets=result.num_targets,
+                encoder_learns=not is_frozen(train, place.step),
+            )
+            / seconds
+        )
         return StepRecord(
             step=self.step,
             stage=place.stage.name,
@@ -199,11 +218,31 @@ class Trainer:
             skipped=skipped,
             balance=measure_balance(result.loads),
             image_tokens=int((packed.ids == self.run.model.image_token_id).sum()),
-            tokens_per_second=train.batch_tokens / seconds,
-            heldout_bits_per_byte=score,
+            spike=result.loss > most,
+            tokens_per_second=len(packed.ids) / seconds,
+            model_flops_per_second=speed,
+            mfu=self.flops.share(speed, self.processes.size),
+            retrieval=result.retrieval,
+            heldout_bits_per_byte=self._score(place),
         )
 
+    def _train(self, packed: PackedBatch, place: Place) -> StepResult:
+        most = self.spikes.most if self.train.skip_spikes else math.inf
+        rest = self.optimizer, packed, self.train, place.step
+        if isinstance(self.model, ContrastiveModel):
+            return contrastive_step(self.model, *rest, most=most)
+        return train_step(self.model, *rest, most=most)
+
+    def _score(self, place: Place) -> float | None:
+        """Score the held-out text where that is due, but not by a model that will be dropped."""
+        due = self.step % self.train.heldout_steps == 0 or place.is_last
+        if self.heldout is None or not due or isinstance(self.model, ContrastiveModel):
+            return None
+        return self.heldout.score(self.model, self.processes)
+
     def _batch(self, place: Place) -> PackedBatch:
+        if self.images is not None and place.stage.is_contrastive:
+            return self.images.batch(place.step)
         packed = self.batches.batch(place.step)
         if self.images is None:
             return packed
@@ -217,11 +256,12 @@ class Trainer:
         logger.warning("%s; this batch is skipped", str(error).partition(";")[0])
         self.step += 1
 
-    def _enter(self, place: Place, init_seed: int) -> None:
+    def _enter(self, place: Place) -> None:
         """Open the data of a stage, and make a model and optimizers for it, with new values."""
         self.stage, run, seed = place.stage, self.run, place.stage.train.seed + place.number
         self.images = self._open_images(seed)
-        room = self.train.image_tokens if self.images is not None else 0
+        shares = self.images is not None and not self.stage.is_contrastive
+        room = self.train.image_tokens if shares else 0
         self.batches = TrainingBatches(
             self.shards,
             sequence_length=self.train.sequence_length,
@@ -229,20 +269,37 @@ class Trainer:
             seed=seed,
         )
         self.heldout = self._open_heldout()
-        numerics, restricts = NUMERICS_OF[self.train.numerics], self.train.restrict_candidates
-        config = run.model if restricts else without_restriction(run.model)
-        self.model = CausalEncoderDecoder(config, numerics, device=run.device, dtype=torch.float32)
-        if run.token_map is not None:
-            self.model.set_token_map(run.token_map)
-        init_weights(self.model, init_seed)
+        self.model = self._make_model()
         placement = distribute(self.model, run.processes, run.experts)
         self.optimizer = Optimizers(placement, self.train.optimizer)
+        self.flops = FlopCounter(self.model, run.device)
+        self.spikes = SpikeWatch(steps=self.train.spike_steps, factor=self.train.spike_factor)
+
+    def _make_model(self) -> StageModel:
+        """The stage's model with first values, which depend on the run's seed and its shapes."""
+        run, config = self.run, self.stage.own_model(self.run.model)
+        numerics, seed = NUMERICS_OF[self.train.numerics], run.stages[0].train.seed
+        if self.stage.is_contrastive:
+            pairs = ContrastiveModel(config, numerics, device=run.device, dtype=torch.float32)
+            pairs.init(seed)
+            return pairs
+        model = CausalEncoderDecoder(config, numerics, device=run.device, dtype=torch.float32)
+        if run.token_map is not None and config.engram is not None:
+            model.set_token_map(run.token_map)
+        init_weights(model, seed)
+        return model
 
     def _change(self, place: Place) -> None:
-        """Go on with the next stage: the same parameters and momenta, other settings."""
-        tensors = state_tensors(self.optimizer)
-        self._enter(place, self.run.stages[0].train.seed)
-        put(tensors, self.optimizer)
+        """Go on with the next stage: the same parameters and momenta, other settings.
+
+        After a stage that makes an encoder, another model with its encoder begins.
+        """
+        tensors, before = state_tensors(self.optimizer), self.stage
+        self._enter(place)
+        if before.makes_encoder:
+            put_encoder(tensors, self.optimizer)
+        else:
+            put(tensors, self.optimizer)
 
     def _find_state(self, *, resume: bool) -> State | None:
         """Where the run goes on, as the first process finds it; None at its beginning."""
@@ -286,17 +343,20 @@ class Trainer:
             raise ConfigError(f"{out} cannot be resumed: it is another run", problems)
         return state
 
-    def _open_images(self, seed: int) -> ImageBatches | None:
+    def _open_images(self, seed: int) -> ImageBatches | PairBatches | None:
         if self.run.images is None:
             return None
-        vision, train = self.run.model.vision, self.train
+        vision = self.run.model.vision
         assert vision is not None, "images for a model without a vision encoder"
         shards = ImageShards(self.run.images)
         shards.check(self.tokenizer, vision)
-        return ImageBatches(shards, bin_tokens=train.image_tokens, seed=seed)
+        room = self.stage.image_tokens
+        if self.stage.is_contrastive:
+            return PairBatches(shards, batch_tokens=room, seed=seed)
+        return ImageBatches(shards, bin_tokens=room, seed=seed)
 
     def _open_heldout(self) -> HeldOut | None:
-        if self.run.heldout is None:
+        if self.run.heldout is None or self.stage.makes_encoder:
             return None
         shards, train = TokenShards(self.run.heldout), self.train
         shards.check_tokenizer(self.tokenizer)
@@ -318,6 +378,18 @@ def _data_hash(folder: Path) -> str:
             f"{folder / INDEX_FILE}: cannot read the index of the shards: {error.strerror}; make "
             "them with 'openv41 data prepare', or 'openv41 data images' for images"
         ) from None
+
+
+def check_stages(stages: Sequence[Stage], processes: Processes) -> None:
+    """Raise ConfigError for a stage that several processes cannot share."""
+    if processes.size > 1 and any(stage.is_contrastive for stage in stages):
+        raise ConfigError(
+            "stages",
+            [
+                f"vision compares each image with all texts of its batch, in one process, not in "
+                f"{processes.size}; leave the stage out, or start the run without torchrun"
+            ],
+        )
 
 
 @contextmanager

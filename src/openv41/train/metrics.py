@@ -1,20 +1,23 @@
-"""What a run writes down: one JSON object per step in ``log.jsonl``, and TensorBoard's events.
+"""What a run writes down: one JSON object per step in ``log.jsonl``; others may take it too.
 
 Keys of a step: ``step`` (the first is 1), ``stage``, ``tokens`` seen so far, ``loss`` in nats per
 token and ``losses`` of text and of documents with an image, ``indexer_loss`` and ``balance_loss``
 before their weights and summed over layers, unless turned off (see layers/objectives.py), ``lr``
 before the groups' factors, ``grad_norm`` before clipping, ``update_rms`` of each group's step over
-its learning rate where it was measured, ``skipped`` batches before this one, ``balance`` of text
-and of image tokens (see train/balance.py), ``image_tokens`` of this step, ``tokens_per_second``,
-and at intervals ``heldout_bits_per_byte``.
+its learning rate where it was measured, ``skipped`` batches before this one, ``spike`` where the
+loss was far above those before (see train/spikes.py), ``balance`` of text and of image tokens (see
+train/balance.py), ``image_tokens`` of this step, ``tokens_per_second``,
+``model_flops_per_second`` (see model/training_flops.py) and ``mfu``, their share of the device's
+peak where that is known, and at intervals ``heldout_bits_per_byte``. In stage "vision" ``loss`` is
+the contrastive loss, in nats per image, and ``retrieval`` the share of images that find their text.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from openv41.errors import DataError
 from openv41.io.atomic import write_atomic
@@ -42,9 +45,13 @@ class StepRecord:
     grad_norm: float
     update_rms: dict[str, float] | None = None
     skipped: int = 0
+    spike: bool = False
     balance: dict[str, Balance]
     image_tokens: int = 0
     tokens_per_second: float
+    model_flops_per_second: float | None = None
+    mfu: float | None = None
+    retrieval: float | None = None
     heldout_bits_per_byte: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -52,24 +59,34 @@ class StepRecord:
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
+@runtime_checkable
+class Sink(Protocol):
+    """Where figures go beside the log."""
+
+    def add(self, values: Mapping[str, float], step: int) -> None:
+        """Take the figures of a step."""
+
+    def close(self) -> None:
+        """Take no more."""
+
+
 class RunLog:
     """Appends records; a run that goes on at ``step`` drops what was logged behind it."""
 
-    def __init__(self, folder: Path, step: int) -> None:
+    def __init__(self, folder: Path, step: int, sinks: Sequence[Sink] = ()) -> None:
         self._path = folder / LOG_FILE
         self._trim(step)
         self._file = self._path.open("a", encoding="utf-8")
-        self._events = _open_events(folder / EVENTS_FOLDER, step)
+        self._sinks = [*_tensorboard(folder / EVENTS_FOLDER, step), *sinks]
 
     def add(self, record: StepRecord) -> None:
         """Write a record; it can be read at once."""
         values = record.as_dict()
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
-        if self._events is not None:
-            for key, value in _flat(values):
-                if key not in ("step", "stage", "tokens"):
-                    self._events.add_scalar(key, value, record.step)
+        figures = {k: v for k, v in _flat(values) if k not in ("step", "stage", "tokens")}
+        for sink in self._sinks:
+            sink.add(figures, record.step)
 
     def __enter__(self) -> "RunLog":
         return self
@@ -81,8 +98,8 @@ class RunLog:
         trace: TracebackType | None,
     ) -> None:
         self._file.close()
-        if self._events is not None:
-            self._events.close()
+        for sink in self._sinks:
+            sink.close()
 
     def _trim(self, step: int) -> None:
         """Keep the records of steps up to ``step``; a half-written last line goes too."""
@@ -124,10 +141,26 @@ def _step_of(line: str) -> int | None:
         return None
 
 
-def _open_events(folder: Path, step: int) -> "SummaryWriter | None":
-    """TensorBoard's writer, where the extra is installed."""
+class _TensorBoard:
+    """TensorBoard's event files."""
+
+    def __init__(self, writer: "SummaryWriter") -> None:
+        self._writer = writer
+
+    def add(self, values: Mapping[str, float], step: int) -> None:
+        """Write a scalar of each figure."""
+        for key, value in values.items():
+            self._writer.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        """Put everything on the disk."""
+        self._writer.close()
+
+
+def _tensorboard(folder: Path, step: int) -> list[Sink]:
+    """Its sink, where the extra is installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 -- an optional extra
     except ImportError:
-        return None
-    return SummaryWriter(str(folder), purge_step=step + 1)
+        return []
+    return [_TensorBoard(SummaryWriter(str(folder), purge_step=step + 1))]

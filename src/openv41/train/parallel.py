@@ -24,9 +24,11 @@ from openv41.errors import ConfigError
 from openv41.layers.experts import MixtureOfExperts, RoutedExperts
 from openv41.layers.quantized_linear import QuantizedTable
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
+from openv41.train.contrastive import ContrastiveModel
 from openv41.train.processes import Processes
 
 ExpertPlacement = Literal["sharded", "parallel"]
+StageModel = CausalEncoderDecoder | ContrastiveModel
 ALONE = Processes()
 
 
@@ -95,7 +97,7 @@ class Placement:
 
 
 def distribute(
-    model: CausalEncoderDecoder,
+    model: StageModel,
     processes: Processes = ALONE,
     experts: ExpertPlacement = "sharded",
 ) -> Placement:
@@ -110,6 +112,7 @@ def distribute(
         )
         return Placement(model.config, processes, whole)
     check_placement(model.config, processes, experts)
+    assert isinstance(model, CausalEncoderDecoder), "stages of the encoder run in one process"
     shapes = {name: p.shape for name, p in model.named_parameters()}
     owned = set(_give_owners(model, processes, experts))
     copied = {p for name, p in model.named_parameters() if _is_copied(name)}

@@ -1,4 +1,4 @@
-"""Which parameter takes which update rule: one table. Report §2.5, §2.1.1.
+"""Which parameter takes which update rule, as tables. Report §2.5, §2.1.1.
 
 The report names the rule of most parameters. Rows that it leaves open are marked ``OPEN``.
 """
@@ -32,6 +32,7 @@ class Rule:
 MUON = Rule(update="muon", decays=True)
 OPEN_MUON = Rule(update="muon", decays=True, is_open=True)
 NORM = Rule(update="adamw", decays=True)
+OPEN_NORM = Rule(update="adamw", decays=True, is_open=True)
 VECTOR = Rule(update="adamw")
 OPEN_VECTOR = Rule(update="adamw", is_open=True)
 TOKENS = Rule(update="sinkhorn", part="tokens")
@@ -82,8 +83,8 @@ RULES: dict[str, Rule] = {
     "layers.*.moe.shared.w2.weight": MUON,
     "layers.*.engram.table.weight": TABLE,
     "layers.*.engram.wkv.weight": MUON,
-    "layers.*.engram.q_weight": Rule(update="adamw", decays=True, is_open=True),
-    "layers.*.engram.k_weight": Rule(update="adamw", decays=True, is_open=True),
+    "layers.*.engram.q_weight": OPEN_NORM,
+    "layers.*.engram.k_weight": OPEN_NORM,
     "vision.encoder.patch_embed.weight": VISION_MUON,
     "vision.encoder.patch_embed.bias": VISION_VECTOR,
     "vision.encoder.blocks.*.norm1.weight": VISION_NORM,
@@ -110,6 +111,26 @@ RULES: dict[str, Rule] = {
     "vision.end": OPEN_VECTOR,
 }
 
+# What the model of stage "vision" has beside the encoder; see train/contrastive.py.
+CONTRASTIVE_RULES: dict[str, Rule] = {
+    "vision.projection.weight": OPEN_MUON,
+    "text.projection.weight": OPEN_MUON,
+    "text.encoder.embed.weight": Rule(update="sinkhorn", part="tokens", is_open=True),
+    "text.encoder.blocks.*.norm1.weight": OPEN_NORM,
+    "text.encoder.blocks.*.attn.wqkv.weight": Rule(
+        update="muon", blocks="query, key, value", decays=True, is_open=True
+    ),
+    "text.encoder.blocks.*.attn.wqkv.bias": OPEN_VECTOR,
+    "text.encoder.blocks.*.attn.wo.weight": OPEN_MUON,
+    "text.encoder.blocks.*.attn.wo.bias": OPEN_VECTOR,
+    "text.encoder.blocks.*.norm2.weight": OPEN_NORM,
+    "text.encoder.blocks.*.mlp.w1.weight": OPEN_MUON,
+    "text.encoder.blocks.*.mlp.w2.weight": OPEN_MUON,
+    "text.encoder.norm.weight": OPEN_NORM,
+    "log_temperature": OPEN_VECTOR,
+    "bias": OPEN_VECTOR,
+}
+
 
 def pattern_of(name: str) -> str:
     """Name of a parameter with * for the numbers of its layer or block."""
@@ -117,10 +138,10 @@ def pattern_of(name: str) -> str:
 
 
 def rule_of(name: str) -> Rule:
-    """Rule of a parameter; a parameter that is not in the table is a bug."""
-    pattern = pattern_of(name)
-    assert pattern in RULES, f"{name} is in no row of RULES"
-    return RULES[pattern]
+    """Rule of a parameter; a parameter that is not in the tables is a bug."""
+    rule = RULES.get(pattern_of(name)) or CONTRASTIVE_RULES.get(pattern_of(name))
+    assert rule is not None, f"{name} is in no row of RULES"
+    return rule
 
 
 def num_blocks(rule: Rule, config: ModelConfig) -> int:

@@ -14,9 +14,9 @@ from openv41.io.tokenizer import TextTokenizer, load_tokenizer
 from openv41.ngram_hash_constants import table_rows
 from openv41.presets import preset, with_vocabulary
 from openv41.prompt.tokens import IMAGE
-from openv41.train.config import OptimizerConfig, TrainConfig
+from openv41.train.config import TrainConfig
 from openv41.train.overrides import apply_settings, field_paths, parse_settings, unknown_path
-from openv41.train.stages import RECIPES, Stage, check_names
+from openv41.train.stages import ENCODER_STAGES, RECIPES, Stage, check_names
 
 FROM_TOKENIZER = ("vocab_size", "engram.compressed_vocab_size")
 NO_TOKEN = 129264  # the released image token, outside any small vocabulary
@@ -46,33 +46,62 @@ def configure(
         model, vocab_size=tokenizer.vocab_size, compressed_vocab_size=num_classes
     )
     model, base = _apply(_common(changes), model, TrainConfig())
-    made = tuple(_stage(stage, base, changes) for stage in stages)
-    problems = [
-        f"{stage.name}.sequence_length is {stage.train.sequence_length}, the model allows "
-        f"{model.max_position} (model.max_position)"
-        for stage in made
-        if stage.train.sequence_length > model.max_position
-    ]
+    made = make_stages(stages, base, changes)
+    problems = _problems(made, model, images=images)
     if problems:
         raise ConfigError("train", problems)
     return model, made, token_map_for(data, model) if model.engram else None
+
+
+def make_stages(
+    names: Sequence[str], base: TrainConfig, changes: Mapping[str, str]
+) -> tuple[Stage, ...]:
+    """Each stage's recipe over the base, then the settings that start with its name."""
+    return tuple(_stage(name, base, changes, names[:n]) for n, name in enumerate(names))
+
+
+def _problems(stages: Iterable[Stage], model: ModelConfig, *, images: bool) -> list[str]:
+    """What the stages cannot do with this model and data."""
+    problems = []
+    for name, train in ((stage.name, stage.train) for stage in stages):
+        if train.sequence_length > model.max_position:
+            problems.append(
+                f"{name}.sequence_length is {train.sequence_length}, the model allows "
+                f"{model.max_position} (model.max_position)"
+            )
+        if name in ENCODER_STAGES and not images:
+            problems.append(f"stage {name} learns from images; give image-text shards, --images")
+        if name == "vision" and train.micro_batch_tokens:
+            problems.append(
+                f"vision.micro_batch_tokens is {train.micro_batch_tokens}, must be 0: the loss "
+                "compares all pairs of a batch"
+            )
+    return problems
 
 
 def _common(changes: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in changes.items() if k.partition(".")[0] not in RECIPES}
 
 
-def _stage(name: str, base: TrainConfig, changes: Mapping[str, str]) -> Stage:
-    """A stage's recipe over the base, with the settings that start with its name."""
+def _stage(
+    name: str, base: TrainConfig, changes: Mapping[str, str], before: Sequence[str]
+) -> Stage:
     prefix = f"{name}."
     own = {k.removeprefix(prefix): v for k, v in changes.items() if k.startswith(prefix)}
-    return Stage(name=name, train=apply_settings(RECIPES[name](base), own, prefix=prefix))
+    train = apply_settings(RECIPES[name](base), own, prefix=prefix)
+    if train.freeze_vision is None:
+        train = replace(train, freeze_vision=any(other in ENCODER_STAGES for other in before))
+    return Stage(name=name, train=train)
 
 
-def without_data(name: str, settings: Iterable[str]) -> tuple[ModelConfig, OptimizerConfig]:
-    """Model and optimizer settings of a preset with its stand-in vocabulary."""
-    model, train = _apply(parse_settings(settings), preset(name), TrainConfig())
-    return model, train.optimizer
+def without_data(
+    name: str, settings: Iterable[str], *, stages: Sequence[str] = ("pretrain",)
+) -> tuple[ModelConfig, tuple[Stage, ...]]:
+    """Model and stages of a preset with its stand-in vocabulary."""
+    check_names(stages)
+    changes = parse_settings(settings)
+    model, base = _apply(_common(changes), preset(name), TrainConfig())
+    return model, make_stages(stages, base, changes)
 
 
 def _apply(

@@ -1,16 +1,19 @@
-"""Stages of a run, each a recipe: what it changes in the run's settings. Report §2.3.2, §2.4.4.
+"""Stages of a run, each a recipe over its settings. Report §2.1.1, §2.3.2, §2.4.4.
 
-Pre-training rounds no cache and restricts no indexer. Context extension goes on with longer
-sequences. Post-training rounds caches and index keys and restricts the deeper indexers to their
-candidates, as serving does.
+A vision encoder is made first, if at all: from pairs of images and texts, then attached to a small
+language model, which is dropped. Pre-training rounds no cache and restricts no indexer. Context
+extension goes on with longer sequences. Post-training rounds caches and index keys and restricts
+the deeper indexers to their candidates, as serving does.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from openv41.config import ModelConfig
+from openv41.config import EngramConfig, ModelConfig
 from openv41.errors import ConfigError
 from openv41.train.config import TrainConfig
+
+ENCODER_STAGES = ("vision", "vision-lm")  # of these models the vision encoder alone goes on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +22,27 @@ class Stage:
 
     name: str
     train: TrainConfig
+
+    @property
+    def is_contrastive(self) -> bool:
+        """Whether it compares images with texts, where others predict tokens."""
+        return self.name == "vision"
+
+    @property
+    def makes_encoder(self) -> bool:
+        """Whether its model is dropped but for the vision encoder."""
+        return self.name in ENCODER_STAGES
+
+    @property
+    def image_tokens(self) -> int:
+        """Room for image-text samples in a batch of a run that has some."""
+        return self.train.batch_tokens if self.is_contrastive else self.train.image_tokens
+
+    def own_model(self, model: ModelConfig) -> ModelConfig:
+        """What the stage trains of a run for ``model``."""
+        if self.name == "vision-lm":
+            model = small_language_model(model)
+        return model if self.train.restrict_candidates else without_restriction(model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +58,16 @@ class Place:
     def is_last(self) -> bool:
         """Whether the stage ends with this step."""
         return self.step == self.stage.train.num_steps - 1
+
+
+def vision(base: TrainConfig) -> TrainConfig:
+    """A quarter of the tokens, all of them pairs; the encoder learns as fast as the rest."""
+    return replace(_encoder_stage(base), micro_batch_tokens=0)
+
+
+def vision_lm(base: TrainConfig) -> TrainConfig:
+    """A quarter of the tokens, half of them with images; the encoder learns as fast as the rest."""
+    return replace(_encoder_stage(base), image_share=0.5)
 
 
 def pretrain(base: TrainConfig) -> TrainConfig:
@@ -74,10 +108,25 @@ def posttrain(base: TrainConfig) -> TrainConfig:
 
 
 RECIPES: Mapping[str, Callable[[TrainConfig], TrainConfig]] = {
+    "vision": vision,
+    "vision-lm": vision_lm,
     "pretrain": pretrain,
     "extend": extend,
     "posttrain": posttrain,
 }
+
+
+def _encoder_stage(base: TrainConfig) -> TrainConfig:
+    tokens = max(base.tokens // 4, base.batch_tokens)
+    return replace(
+        base,
+        tokens=tokens,
+        warmup_tokens=tokens // 20,
+        hold_tokens=0,
+        tail_tokens=0,
+        freeze_vision=False,
+        optimizer=replace(base.optimizer, vision_lr_factor=1.0),
+    )
 
 
 def without_restriction(model: ModelConfig) -> ModelConfig:
@@ -86,8 +135,33 @@ def without_restriction(model: ModelConfig) -> ModelConfig:
     return replace(model, indexer=replace(model.indexer, candidate_blocks=blocks))
 
 
+def small_language_model(model: ModelConfig) -> ModelConfig:
+    """The lower half of the layers, under a head of its own."""
+    num = -(-model.num_layers // 2)
+    sources = tuple(layer for layer in model.kv_sources if layer < num)
+    candidate = sources[-1] if sources else model.indexer.candidate_source
+    return replace(
+        model,
+        num_layers=num,
+        compress_ratios=model.compress_ratios[:num],
+        kv_sources=sources,
+        index_sources=tuple(layer for layer in model.index_sources if layer < num),
+        indexer=replace(model.indexer, candidate_source=candidate),
+        engram=_lower_engrams(model.engram, num),
+        dspark=None,
+    )
+
+
+def _lower_engrams(engram: EngramConfig | None, num_layers: int) -> EngramConfig | None:
+    """Those of the layers below ``num_layers``, if any."""
+    layers = tuple(layer for layer in engram.layer_ids if layer < num_layers) if engram else ()
+    if engram is None or not layers:
+        return None
+    return replace(engram, layer_ids=layers, num_embeddings=engram.num_embeddings[: len(layers)])
+
+
 def check_names(names: Sequence[str]) -> None:
-    """Raise ConfigError unless these are stages, each once."""
+    """Raise ConfigError unless these are stages, each once, in an order that works."""
     problems = [
         f"there is no stage {name!r}; choose from {', '.join(RECIPES)}"
         for name in names
@@ -96,6 +170,16 @@ def check_names(names: Sequence[str]) -> None:
     problems += [f"stage {name!r} occurs twice" for name in set(names) if names.count(name) > 1]
     if not names:
         problems.append(f"no stage is named; choose from {', '.join(RECIPES)}")
+    making = [name for name in ENCODER_STAGES if name in names]
+    if making and list(names[: len(making)]) != making:
+        problems.append(
+            f"{', '.join(names)}: {' and '.join(making)} must come first, in this order"
+        )
+    if making and names[-1] in making:
+        problems.append(
+            f"the run ends with {names[-1]}, which makes an encoder for the stages behind it; add "
+            "pretrain"
+        )
     if problems:
         raise ConfigError("stages", problems)
 
@@ -112,7 +196,7 @@ def num_tokens(stages: Sequence[Stage]) -> int:
 
 def num_image_tokens(stages: Sequence[Stage]) -> int:
     """Those of ``num_tokens`` that are kept for image-text samples, in a run that has some."""
-    return sum(stage.train.num_steps * stage.train.image_tokens for stage in stages)
+    return sum(stage.train.num_steps * stage.image_tokens for stage in stages)
 
 
 def place_of(stages: Sequence[Stage], step: int) -> Place:

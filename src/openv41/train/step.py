@@ -15,6 +15,7 @@ from openv41.layers.objectives import Losses
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder, Output
 from openv41.train.balance import KINDS, update_biases
 from openv41.train.config import TrainConfig
+from openv41.train.freezing import freeze
 from openv41.train.optimizer import Optimizers
 from openv41.train.packed_batch import PackedBatch
 from openv41.train.processes import Processes
@@ -37,6 +38,17 @@ class StepResult:
     update_rms: dict[str, float] | None  # of each group, over its learning rate; where measured
     lr: float
     loads: Mapping[int, Int[Tensor, "2 E"]]  # per layer: tokens per expert, of text and of images
+    num_targets: int  # tokens, or texts, that were predicted
+    retrieval: float | None = None  # of a contrastive step: images that find their text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """What the optimizers did with the gradients of a batch."""
+
+    grad_norm: float
+    update_rms: dict[str, float] | None
+    lr: float
 
 
 def train_step(
@@ -45,12 +57,15 @@ def train_step(
     packed: PackedBatch,
     config: TrainConfig,
     step: int,
+    *,
+    most: float = math.inf,
 ) -> StepResult:
-    """Train on one batch; raises DivergedError before anything has changed.
+    """Train on one batch; raises DivergedError before anything has changed, see ``update``.
 
     The batch runs in parts of ``micro_batch_tokens``, and each process runs its own documents;
     losses, gradients and loads are those of the whole.
     """
+    freeze(optimizer, config, step)
     sums = Sums(model, packed, config)
     own, idle = own_parts(packed, config.micro_batch_tokens, optimizer.processes)
     for part in own:
@@ -58,15 +73,38 @@ def train_step(
     for part in idle:
         sums.join(part)
     sums.collect(optimizer.processes)
+    done = update(optimizer, sums.loss, config, step, most=most)
+    update_biases(model, sums.loads, config.balance_speed, by_modality=config.modality_biases)
+    return StepResult(
+        loss=sums.loss,
+        losses=sums.by_modality(),
+        indexer_loss=sums.indexer,
+        balance_loss=sums.balance,
+        grad_norm=done.grad_norm,
+        update_rms=done.update_rms,
+        lr=done.lr,
+        loads=sums.loads,
+        num_targets=sums.num_targets,
+    )
+
+
+def update(
+    optimizer: Optimizers, loss: float, config: TrainConfig, step: int, *, most: float = math.inf
+) -> Update:
+    """Clip the gradients of a batch and let every parameter move by them.
+
+    Raises DivergedError, and drops them, where loss or gradient is not finite, or the loss is above
+    ``most``.
+    """
     optimizer.take_gradients()
-    loss = sums.loss
     grad_norm = optimizer.clip_gradients(config.optimizer.clip_norm)
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+    if not (math.isfinite(loss) and math.isfinite(grad_norm) and loss <= most):
         optimizer.zero_grad()
+        bound = f", above {most:.4g}" if loss > most else ""
         raise DivergedError(
-            f"step {step + 1}: the loss is {loss}, the gradient norm {grad_norm}; the parameters "
-            "are those of the step before. Start again with a lower optimizer.lr or a longer "
-            "warmup_tokens"
+            f"step {step + 1}: the loss is {loss}{bound}, the gradient norm {grad_norm}; the "
+            "parameters are those of the step before. Start again with a lower optimizer.lr or a "
+            "longer warmup_tokens"
         )
     lr = config.optimizer.lr * lr_factor(config, step)
     optimizer.set_lr(lr)
@@ -76,17 +114,7 @@ def train_step(
     else:
         optimizer.step()
     optimizer.zero_grad()
-    update_biases(model, sums.loads, config.balance_speed, by_modality=config.modality_biases)
-    return StepResult(
-        loss=loss,
-        losses=sums.by_modality(),
-        indexer_loss=sums.indexer,
-        balance_loss=sums.balance,
-        grad_norm=grad_norm,
-        update_rms=update_rms,
-        lr=lr,
-        loads=sums.loads,
-    )
+    return Update(grad_norm=grad_norm, update_rms=update_rms, lr=lr)
 
 
 class Sums:
