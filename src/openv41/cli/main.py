@@ -10,6 +10,7 @@ from openv41.cli.chat import chat
 from openv41.cli.compare import compare
 from openv41.cli.convert import convert
 from openv41.cli.data import data_app
+from openv41.cli.evaluate import evaluate
 from openv41.cli.fixture import fixture
 from openv41.cli.generate import generate
 from openv41.cli.inspect import inspect_app
@@ -78,6 +79,7 @@ app.command()(compare)
 app.command()(convert)
 app.command()(generate)
 app.command()(chat)
+app.command()(evaluate)
 app.command()(fixture)
 app.command()(plan)
 app.command()(report)
