@@ -39,6 +39,7 @@ def test_pictures_and_one_page(tmp_path):
     records = [record(n, update_rms={"muon": 0.18, "adamw": 0.9}, losses=losses) for n in (1, 2, 3)]
     del records[1]["update_rms"]["adamw"]  # a group without gradients in that stage
     records[-1]["heldout_bits_per_byte"] = 2.125
+    records[-1] |= {"heldout_image_nats": 1.375, "distill_loss": 0.625}
     write(tmp_path / "my <run>", records)
     result = invoke(tmp_path / "my <run>")
     assert result.exit_code == 0, result.stderr
@@ -49,6 +50,8 @@ def test_pictures_and_one_page(tmp_path):
     page = (folder / "report.html").read_text()
     assert "<h1>my &lt;run&gt;</h1>" in page
     assert "2.1250 bits per byte" in page
+    assert "1.3750 nats per target" in page
+    assert "0.6250 nats per token" in page
     assert "1.50 in the worst layer" in page
     assert page.count("data:image/png;base64,") == 5
 

@@ -142,3 +142,65 @@ def test_training_needs_data_and_a_folder():
     result = CliRunner().invoke(app, ["train", "tiny"])
     assert result.exit_code == 2
     assert "name the token shards with --data" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def base(data, tmp_path_factory):
+    """A checkpoint of a small run."""
+    out = tmp_path_factory.mktemp("base") / "run"
+    assert invoke(data, out).exit_code == 0
+    return out / "checkpoint"
+
+
+def go_on(base, data, out, *more, preset=()):
+    small = [word for setting in SMALL[:4] for word in ("--set", setting)]
+    options = ["--from", str(base), "--data", str(data), "--out", str(out), *small, *more]
+    return CliRunner().invoke(app, ["train", *preset, *options])
+
+
+def test_a_run_goes_on_from_a_checkpoint_with_an_adapter_and_a_teacher(base, data, tmp_path):
+    more = ["--set", "lora.rank=2", "--set", "lora.targets=wq_a,experts.*"]
+    result = go_on(base, data, tmp_path / "run", *more, "--teacher", f"{base}=0.5")
+    assert result.exit_code == 0, result.stderr
+    experts, queries = 3 * 4 * 2 * (16 + 16), 2 * (16 + 32)  # of each of 8 layers
+    assert f"{8 * (experts + queries):,} parameters to train (" in result.stderr
+    assert " frozen); 2 steps" in result.stderr
+    record = json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[0])
+    assert abs(record["distill_loss"]) < 1e-6
+    adapter = tmp_path / "run" / "adapter.safetensors"
+    words = ["convert", str(base), str(tmp_path / "merged"), "--to", "float32"]
+    result = CliRunner().invoke(app, [*words, "--adapter", str(adapter)])
+    assert result.exit_code == 0, result.stderr
+    merged, want = load_model(tmp_path / "merged"), load_model(tmp_path / "run" / "checkpoint")
+    for name, value in want.state_dict().items():
+        assert value.equal(merged.state_dict()[name]), name
+
+
+def test_starting_points_that_do_not_work(base, data, tmp_path):
+    out = tmp_path / "run"
+    result = go_on(base, data, out, preset=["tiny"])
+    assert "name either a preset or, with --from, a checkpoint" in result.stderr
+    result = CliRunner().invoke(app, ["train", "--data", str(data), "--out", str(out)])
+    assert "name either a preset or, with --from, a checkpoint" in result.stderr
+    result = go_on(base, data, out, "--set", "model.moe.top_k=1", "--images", str(data))
+    assert "model.moe.top_k follows from the checkpoint" in result.stderr
+    assert "checkpoint has no vision encoder; leave out --images" in result.stderr
+    result = go_on(
+        base, data, out, "--stages", "pretrain,posttrain", "--set", "posttrain.lora.rank=2"
+    )
+    assert "posttrain.lora differs from that of pretrain" in result.stderr
+    result = go_on(base, data, out, "--explain")
+    assert "--explain shows the rules of a preset" in result.stderr
+    result = go_on(base, data, out, "--set", "lora.rank=2", "--set", "freeze_vision=true")
+    assert "pretrain.freeze_vision is true, and lora.rank is set" in result.stderr
+    result = invoke(data, out, "--set", "lora.rank=2")
+    assert "name the checkpoint that the adapter is for with --from" in result.stderr
+    result = go_on(base, data, out, "--set", "lora.rank=2", "--set", "lora.targets=q_proj")
+    assert "targets names 'q_proj', which is no linear layer" in result.stderr
+    (tmp_path / "text.txt").write_text("Another text, of other words.\n" * 20)
+    other = train_tokenizer([tmp_path / "text.txt"], vocab_size=270)
+    shards = prepare_shards([tmp_path / "text.txt"], other, tmp_path / "shards").folder
+    result = go_on(base, shards, out)
+    assert f"prepare the text with --tokenizer {base}" in result.stderr
+    assert result.exit_code == 2
+    assert not out.exists()

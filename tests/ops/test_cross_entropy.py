@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from openv41 import ops
-from openv41.ops import cross_entropy
+from openv41.ops import linear_loss
 
 T, D, V = 7, 5, 11
 
@@ -32,7 +32,7 @@ def oracle(hidden, weight, targets):
 @pytest.mark.parametrize("logits_at_once", [1, 3 * V, 1 << 22])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_the_loss_and_its_gradients(monkeypatch, logits_at_once, weighted):
-    monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", logits_at_once)
+    monkeypatch.setattr(linear_loss, "LOGITS_AT_ONCE", logits_at_once)
     hidden, weight, targets, weights = inputs()
     given = weights if weighted else None
     found = ops.linear_cross_entropy(hidden, weight, targets, given)

@@ -4,14 +4,18 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from openv41.train.checkpoint import state_tensors
 from openv41.train.config import OptimizerConfig, TrainConfig
+from openv41.train.evaluate import HeldOutImages
+from openv41.train.image_shards import ImageShards
 from openv41.train.optimizer import Optimizers
 from openv41.train.packed_batch import PackedBatch
 from openv41.train.parallel import distribute
 from openv41.train.processes import join
+from openv41.train.sample_encoder import EncodedSample
 from openv41.train.sharded_checkpoint import as_distributed
 from openv41.train.step import train_step
 from tests.layers.mini import mini_config, mini_model, random_ids
@@ -84,8 +88,30 @@ CASES = {
 }
 
 
+class Pictures(ImageShards):
+    """Three samples of two images, so that one of two processes has more than the other."""
+
+    def __init__(self):
+        self.lengths = [30, 30, 30]
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def read(self, number):
+        size, patches = VISION.patch_size, sum(grid.num_patches for grid in GRIDS)
+        pixels = np.random.default_rng(number).integers(0, 256, (patches, 3, size, size), np.uint8)
+        targets = np.arange(30) > 20 + 2 * number  # behind both images
+        return EncodedSample(np.array(image_ids()), targets, pixels, tuple(GRIDS))
+
+
+def score_images(model, processes):
+    """Held-out score of a forward for each sample."""
+    held = HeldOutImages(Pictures(), num_tokens=90, forward_tokens=30)
+    return held.score(model, processes)
+
+
 def run_case(case, processes):
-    """Figures of some steps, then every parameter and buffer, whole."""
+    """Figures of some steps, every parameter and buffer, whole, and a score of images."""
     model = case.model()
     placement = distribute(model, processes, case.experts)
     batches = [case.batch(step) for step in range(STEPS)]
@@ -97,7 +123,8 @@ def run_case(case, processes):
     tensors = as_distributed(state_tensors(optimizer), placement)
     whole = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in tensors.items()}
     whole.pop("rng")
-    return [asdict(result) for result in results], whole
+    score = score_images(model, processes) if case.images else None
+    return [asdict(result) for result in results], whole, score
 
 
 def main(out):

@@ -7,17 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-from openv41.errors import DataError, InputError
+from openv41.errors import ConfigError, DataError, InputError
 from openv41.image_grid import grid_of
 from openv41.io.checkpoint import load_model
 from openv41.io.image_processor import load_image, process_image
 from openv41.prompt.tokens import IMAGE
-from openv41.train.image_batches import ImageBatches, PairBatches
+from openv41.train.distill import TeacherSpec
+from openv41.train.evaluate import HeldOutImages
+from openv41.train.image_batches import ImageBatches, PairBatches, pack_samples
 from openv41.train.image_samples import ImagePart, Sample, TextPart, Turn
 from openv41.train.image_shards import ImageShards, prepare_image_shards
 from openv41.train.loop import Trainer
 from tests.train.image_runs import VISION, picture, samples, seeing_run
-from tests.train.runs import read_log
+from tests.train.runs import changed, read_log
 
 
 @pytest.fixture(scope="module")
@@ -189,3 +191,47 @@ def test_batches_of_pairs_change_from_epoch_to_epoch(shards):
     assert PairBatches(shards, batch_tokens=1000, seed=1).size == 8
     with pytest.raises(InputError, match=f"a batch of {2 * longest - 1} must have room for two"):
         PairBatches(shards, batch_tokens=2 * longest - 1, seed=1)
+
+
+def test_the_heldout_score_is_that_of_the_plain_model(run, shards):
+    """Sample by sample, over the tokens that training would learn."""
+    trainer = Trainer(run, resume=False)
+    whole = HeldOutImages(shards, num_tokens=10**9, forward_tokens=50)
+    assert whole.chosen == list(range(12))
+    some = HeldOutImages(shards, num_tokens=sum(shards.lengths) // 3, forward_tokens=50)
+    assert len(some.chosen) in (3, 4)
+    for held in (whole, some):
+        nats, count = 0.0, 0
+        for number in held.chosen:
+            part = pack_samples([shards.read(number)])
+            with torch.no_grad():
+                logits = trainer.model.logits(trainer.model(part.for_model(trainer.model)).hidden)
+            scores = logits.double().log_softmax(-1)
+            for place in part.targets.nonzero()[:, 0].tolist():
+                nats -= scores[place - 1, part.ids[place]].item()
+                count += 1
+        assert held.score(trainer.model) == pytest.approx(nats / count, rel=1e-6)
+    assert len(whole._parts()) > 2
+
+
+def test_a_run_logs_its_heldout_images(run, shards, tmp_path):
+    held = replace(run, out=tmp_path / "out", heldout_images=shards.folder)
+    trainer = Trainer(held, resume=False)
+    trainer.fit()
+    scores = [record.get("heldout_image_nats") for record in read_log(tmp_path / "out")]
+    assert [score is not None for score in scores] == [False, False, True] * 2
+    assert scores[-1] == trainer.heldout_images.score(trainer.model) < scores[2]
+    with pytest.raises(ConfigError, match=r"heldout images: the run has '\w{64}', now it is None"):
+        Trainer(replace(held, heldout_images=None), resume=True)
+    blind = replace(held, out=tmp_path / "blind", images=None)
+    blind = replace(blind, model=replace(held.model, vision=None))
+    with pytest.raises(ConfigError, match=r"the model has no vision encoder for .*--images too"):
+        Trainer(blind, resume=False)
+
+
+def test_a_teacher_sees_the_images_too(run, tmp_path):
+    base = Trainer(replace(run, out=tmp_path / "base"), resume=False).fit()
+    taught = replace(run, out=tmp_path / "out", base=base, teachers=(TeacherSpec(base),))
+    Trainer(changed(taught, tokens=192, lm_weight=0.0), resume=False).fit()
+    losses = [record["distill_loss"] for record in read_log(tmp_path / "out")]
+    assert abs(losses[0]) < 1e-7 < losses[1]

@@ -57,8 +57,9 @@ def together(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_compute_what_one_does(together, name):
-    alone, whole = run_case(CASES[name], Processes())
-    results, found = together[name]
+    alone, whole, score = run_case(CASES[name], Processes())
+    results, found, shared_score = together[name]
+    assert shared_score == pytest.approx(score, rel=1e-9)
     for one, two in zip(alone, results, strict=True):
         for key in ("loss", "losses", "indexer_loss", "balance_loss", "grad_norm", "lr"):
             assert two[key] == pytest.approx(one[key], rel=1e-9), key

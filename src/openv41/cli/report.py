@@ -69,6 +69,11 @@ def summarise(records: list[dict[str, Any]]) -> dict[str, str]:
         rows[f"loss of the last step, {kind}"] = f"{value:.4f} nats per token"
     if scores:
         rows["held-out text"] = f"{scores[-1]:.4f} bits per byte (best {min(scores):.4f})"
+    seen = [r["heldout_image_nats"] for r in records if "heldout_image_nats" in r]
+    if seen:
+        rows["held-out images"] = f"{seen[-1]:.4f} nats per target (best {min(seen):.4f})"
+    if "distill_loss" in last:
+        rows["reverse KL to the teachers"] = f"{last['distill_loss']:.4f} nats per token"
     for kind, balance in last["balance"].items():
         worst = max(balance["max_over_mean"])
         rows[f"largest expert load over the mean, {kind}"] = f"{worst:.2f} in the worst layer"

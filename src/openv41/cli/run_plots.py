@@ -41,7 +41,7 @@ def _figure() -> "Figure":
 
 
 def _draw_loss(figure: "Figure", records: Sequence[Record]) -> bool:
-    """Loss of next tokens, by modality where there are both, and the held-out score."""
+    """Loss of next tokens, by modality where there are both, and the held-out scores."""
     records = [r for r in records if "retrieval" not in r]
     if not records:
         return False
@@ -55,6 +55,9 @@ def _draw_loss(figure: "Figure", records: Sequence[Record]) -> bool:
         del series["all"]
     for kind, points in series.items():
         _curve(left, points, COLOURS[kind], kind)
+    images = [(r["tokens"], r["heldout_image_nats"]) for r in records if "heldout_image_nats" in r]
+    if images:
+        _line(left, images, COLOURS["image"], "held-out images", marker="o")
     _finish(left, "Loss", "nats per token")
     scores = [(r["tokens"], r["heldout_bits_per_byte"]) for r in records
               if "heldout_bits_per_byte" in r]  # fmt: skip

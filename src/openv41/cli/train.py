@@ -13,6 +13,7 @@ from openv41.cli.ui import err, note, show_line
 from openv41.cli.update_rules import show_update_rules
 from openv41.errors import InputError
 from openv41.presets import NAMES
+from openv41.train.distill import parse_teachers
 from openv41.train.freezing import is_frozen
 from openv41.train.loop import Run, StoppedError, Trainer
 from openv41.train.malloc import keep_freed_memory
@@ -28,23 +29,42 @@ class Experts(StrEnum):
     PARALLEL = "parallel"  # whole in one process each; tokens travel
 
 
+Preset = Annotated[str | None, typer.Argument(metavar="[PRESET]", help=f"One of {NAMES}.")]
+Base = Annotated[
+    Path | None, typer.Option("--from", help="Checkpoint to start from, instead of a preset.")
+]
+TeacherWords = Annotated[
+    list[str] | None,
+    typer.Option("--teacher", metavar="CHECKPOINT[=WEIGHT]", help="Checkpoint to distil."),
+]
+Data = Annotated[Path | None, typer.Option(help="Folder of token shards, see 'data prepare'.")]
+HeldoutText = Annotated[Path | None, typer.Option(help="Token shards to score, never to train.")]
+Images = Annotated[
+    Path | None, typer.Option(help="Image-text shards to train on too, see 'data images'.")
+]
+HeldoutImages = Annotated[
+    Path | None, typer.Option(help="Image-text shards to score, never to train.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Such as optimizer.lr=3e-4."),
+]
+Wandb = Annotated[
+    str | None, typer.Option(metavar="PROJECT", help="Log to this project of wandb, too.")
+]
+
+
 def train(
-    preset: Annotated[str, typer.Argument(metavar="PRESET", help=f"One of {NAMES}.")],
+    preset: Preset = None,
     *,
-    data: Annotated[
-        Path | None, typer.Option(help="Folder of token shards, see 'data prepare'.")
-    ] = None,
+    data: Data = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run.")] = None,
-    heldout: Annotated[
-        Path | None, typer.Option(help="Token shards to score, never to train.")
-    ] = None,
-    images: Annotated[
-        Path | None, typer.Option(help="Image-text shards to train on too, see 'data images'.")
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Such as optimizer.lr=3e-4."),
-    ] = None,
+    heldout: HeldoutText = None,
+    images: Images = None,
+    heldout_images: HeldoutImages = None,
+    base: Base = None,
+    teacher: TeacherWords = None,
+    settings: Settings = None,
     stages: Annotated[
         str, typer.Option(help=f"Stages of the run, of {', '.join(RECIPES)}.")
     ] = "pretrain",
@@ -53,22 +73,25 @@ def train(
     experts: Annotated[
         Experts, typer.Option(help="How the processes of torchrun share the experts.")
     ] = Experts.SHARDED,
-    wandb: Annotated[
-        str | None, typer.Option(metavar="PROJECT", help="Log to this project of wandb, too.")
-    ] = None,
+    wandb: Wandb = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Only show which parameter is updated how.")
     ] = False,
 ) -> None:
     """Train a model on text, and on images; OUT/checkpoint holds it in the end."""
     names = [name.strip() for name in stages.split(",")]
+    source = base or preset
+    if source is None or (base and preset):
+        raise InputError("name either a preset or, with --from, a checkpoint to start from")
     if explain:
+        if preset is None:
+            raise InputError("--explain shows the rules of a preset; name one instead of --from")
         show_update_rules(*without_data(preset, settings or [], stages=names))
         return
     if data is None or out is None:
         raise InputError("name the token shards with --data and the folder of the run with --out")
     model, made, token_map = configure(
-        preset, data, settings or [], stages=names, images=images is not None
+        source, data, settings or [], stages=names, images=images is not None
     )
     with join(_prepare(device, made[0].train.cpu_threads)) as processes:
         err.quiet = not processes.is_first
@@ -79,6 +102,9 @@ def train(
             data=data,
             heldout=heldout,
             images=images,
+            heldout_images=heldout_images,
+            base=base,
+            teachers=parse_teachers(teacher or []),
             out=out,
             device=processes.device,
             processes=processes,
@@ -116,7 +142,8 @@ def _describe(trainer: Trainer) -> str:
     model = trainer.model
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     kept = sum(p.numel() for p in model.parameters()) - trained
-    balanced = f" ({kept:,} routing biases follow the load instead)" if kept else ""
+    why = "frozen" if trainer.train.lora.rank else "routing biases follow the load instead"
+    rest = f" ({kept:,} {why})" if kept else ""
     tokens, images = num_tokens(trainer.run.stages), ""
     text = tokens
     if trainer.images is not None:
@@ -131,7 +158,7 @@ def _describe(trainer: Trainer) -> str:
     stage = f" in stage {trainer.stage.name}" if len(trainer.run.stages) > 1 else ""
     from_step = f", from step {trainer.step:,}" if trainer.step else ""
     return (
-        f"{trained:,} parameters to train{stage}{balanced}{indexer}{rests}; "
+        f"{trained:,} parameters to train{stage}{rest}{indexer}{rests}; "
         f"{trainer.num_steps:,} steps, {tokens:,} tokens{images}, "
         f"{text / trainer.shards.num_tokens:.2f} epochs of text, "
         f"{trainer.batches.padding:.0e} of a batch empty{from_step}"

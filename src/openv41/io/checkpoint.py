@@ -142,6 +142,16 @@ def convert(
     source_folder: Path, folder: Path, *, variant: Variant, progress: Progress | None = None
 ) -> None:
     """Rewrite a checkpoint in another variant, a few rows at a time."""
+    check_apart(source_folder, folder)
+    source, config, _ = open_source(source_folder)
+    companions = read_companions(source_folder)
+    write_checkpoint(
+        source, config, folder, variant=variant, companions=companions, progress=progress
+    )
+
+
+def check_apart(source_folder: Path, folder: Path) -> None:
+    """Raise CheckpointError unless writing one folder leaves the other as it is."""
     read, written = source_folder.resolve(), folder.resolve()
     if read == written:
         raise CheckpointError(f"{folder}: source and destination are the same; name another folder")
@@ -151,11 +161,6 @@ def convert(
             f"{folder}: the destination is {how} the source ({source_folder}); name a folder "
             "beside it"
         )
-    source, config, _ = open_source(source_folder)
-    companions = read_companions(source_folder)
-    write_checkpoint(
-        source, config, folder, variant=variant, companions=companions, progress=progress
-    )
 
 
 def open_source(folder: Path) -> tuple[FileSource, ModelConfig, Variant]:

@@ -34,6 +34,7 @@ class QuantizedWeight(nn.Module):
         super().__init__()
         self.weight_format = weight_format
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(*shape, **made))
+        self.update: nn.Module | None = None  # gives what is added to the weight: train/lora.py
 
     @property
     def is_stored(self) -> bool:
@@ -47,10 +48,11 @@ class QuantizedWeight(nn.Module):
         self.register_buffer("scales", scales)
 
     def value(self, dtype: torch.dtype) -> Float[Tensor, "..."]:
-        """The weight, dequantised exactly where it is stored as codes."""
-        if self.weight is not None:
-            return self.weight
-        return DEQUANTIZE[self.weight_format](self.codes, self.scales, dtype)
+        """The weight, dequantised exactly where it is stored as codes, with its update."""
+        weight: Tensor | None = self.weight
+        if weight is None:
+            weight = DEQUANTIZE[self.weight_format](self.codes, self.scales, dtype)
+        return weight if self.update is None else weight + self.update()
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         """Move codes and scales, but never cast them."""
@@ -117,12 +119,14 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features, **made))
         self.bias = nn.Parameter(torch.empty(out_features, **made)) if bias else None
+        self.update: nn.Module | None = None  # likewise
         self.numerics = numerics
 
     def forward(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
         """Multiply in the dtype of ``x``."""
+        weight = self.weight if self.update is None else self.weight + self.update()
         deterministic = self.numerics.deterministic
-        return ops.linear(x, self.weight, self.bias, deterministic=deterministic)
+        return ops.linear(x, weight, self.bias, deterministic=deterministic)
 
 
 class RMSNorm(nn.Module):

@@ -130,9 +130,18 @@ class Head(Embedding):
         hidden: Float[Tensor, "targets D"],
         targets: Int[Tensor, " targets"],
         weights: Float[Tensor, " targets"] | None = None,
-    ) -> ops.CrossEntropy:
+    ) -> ops.LinearLoss:
         """Cross-entropy of one target per row; never holds all logits."""
         return ops.linear_cross_entropy(hidden, self.weight, targets, weights)
+
+    def reverse_kl(
+        self,
+        hidden: Float[Tensor, "targets D"],
+        teacher: "Head",
+        teacher_hidden: Float[Tensor, "targets width"],
+    ) -> ops.LinearLoss:
+        """KL to what a teacher's head says of its own rows; never holds all logits."""
+        return ops.linear_reverse_kl(hidden, self.weight, teacher_hidden, teacher.weight)
 
 
 class CausalEncoderDecoder(nn.Module):

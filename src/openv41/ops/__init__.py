@@ -2,7 +2,7 @@
 
 from openv41.ops._dispatch import kernels
 from openv41.ops.compressor import pool_group
-from openv41.ops.cross_entropy import CrossEntropy, linear_cross_entropy
+from openv41.ops.cross_entropy import linear_cross_entropy
 from openv41.ops.engram import DEAD, add_gated, engram_gate, hash_ngrams
 from openv41.ops.experts import (
     choose_experts,
@@ -25,9 +25,11 @@ from openv41.ops.indexer import (
     selection_divergence,
 )
 from openv41.ops.linear import linear, quantized_linear
+from openv41.ops.linear_loss import LinearLoss
 from openv41.ops.mhc import mix_streams, predict_mix, update_streams
 from openv41.ops.norm import rms_norm
 from openv41.ops.pixel_unshuffle import pixel_unshuffle
+from openv41.ops.reverse_kl import linear_reverse_kl
 from openv41.ops.rope import inverse_table, rope_frequencies, rope_table, rotate, yarn_frequencies
 from openv41.ops.sinkhorn import doubly_stochastic
 from openv41.ops.sparse_attention import Keys, attention_mass, plan_keys, sparse_attention
@@ -35,8 +37,8 @@ from openv41.ops.swiglu import clamped_swiglu
 
 __all__ = [
     "DEAD",
-    "CrossEntropy",
     "Keys",
+    "LinearLoss",
     "add_gated",
     "attention_mass",
     "block_scores",
@@ -54,6 +56,7 @@ __all__ = [
     "kernels",
     "linear",
     "linear_cross_entropy",
+    "linear_reverse_kl",
     "mask_pool",
     "merge_pools",
     "mix_streams",

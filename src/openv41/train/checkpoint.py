@@ -207,8 +207,10 @@ def _check_file(path: Path) -> Mapping[str, Any]:
 
 
 def _own_rows(value: Tensor, placed: Placed | None) -> Tensor:
-    """Rows of this process; a number such as a count of steps is no row."""
-    return value if placed is None or value.shape != placed.shape else placed.own_rows(value)
+    """Rows of this process, in memory of their own; a number such as a count of steps is no row."""
+    if placed is None or not placed.is_split or value.shape != placed.shape:
+        return value
+    return placed.own_rows(value).clone()
 
 
 def _parameter_of(key: str) -> str:

@@ -78,6 +78,26 @@ _CHOICES = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LoraConfig:
+    """A low-rank update of chosen linear layers, the only thing that is then trained."""
+
+    rank: int = 0  # 0 trains the model itself
+    alpha: float = 16.0  # the update counts alpha / rank times
+    targets: tuple[str, ...] = ("attention.w*", "experts.*", "shared.*")  # see train/lora.py
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.rank < 0:
+            problems.append(f"rank is {self.rank}, must be at least 0")
+        if not 0 < self.alpha < math.inf:
+            problems.append(f"alpha is {self.alpha}, must be above 0 and finite")
+        if self.rank and not self.targets:
+            problems.append("targets names no layer; name some, such as wq_a,wq_b")
+        if problems:
+            raise ConfigError("lora", problems)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """How long, on what and how a model is trained."""
 
@@ -90,7 +110,9 @@ class TrainConfig:
     tail_tokens: int = 0  # at the lowest learning rate, after the decay
     decay: Literal["linear", "cosine"] = "cosine"
     final_lr_factor: float = 0.0
-    balance_speed: float = 0.001  # step of the routing biases
+    balance_speed: float = 0.001  # step of the routing biases; LoRA leaves them alone
+    lm_weight: float = 1.0  # of the next token's loss
+    distill_weight: float = 1.0  # of the reverse KL to the teachers, where the run has some
     balance_loss: float = 1e-4  # weight of each document's own balance; 0 turns it off
     indexer_loss: float = 0.01  # weight of what the indexer learns from attention; 0 turns it off
     indexer_teacher: Teacher = "own"  # or the "mean" of the layers that share a selection
@@ -112,11 +134,12 @@ class TrainConfig:
     heldout_tokens: int = 32768  # evenly spread over the held-out text
     cpu_threads: int = 0  # 0 leaves it to torch; small models gain nothing from a second
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
         phases = ("warmup_tokens", "hold_tokens", "tail_tokens")
         counts_from_0 = ("micro_batch_tokens", "update_rms_steps", "max_skipped_steps")
-        finite = ("balance_loss", "indexer_loss", "spike_factor")
+        finite = ("lm_weight", "distill_weight", "balance_loss", "indexer_loss", "spike_factor")
         counts = ("tokens", "batch_tokens", "checkpoint_steps", "heldout_steps", "heldout_tokens")
         problems = [
             f"{name} is {getattr(self, name)}, must be at least 1"

@@ -1,4 +1,4 @@
-"""Losses of evaluation windows; held-out bits per byte while a model trains."""
+"""Losses of evaluation windows; held-out scores of text and of images while a model trains."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,7 +9,11 @@ from openv41.io.tokenizer import TextTokenizer
 from openv41.layers.batch import Batch
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.train.data import EvaluationWindow, bits_per_byte, evaluation_windows
+from openv41.train.image_batches import pack_samples
+from openv41.train.image_shards import ImageShards
+from openv41.train.packed_batch import PackedBatch
 from openv41.train.processes import Processes
+from openv41.train.step import next_tokens
 from openv41.train.token_shards import TokenShards
 
 ALONE = Processes()
@@ -43,13 +47,42 @@ class HeldOut:
         """Bits per byte of the scored tokens; each process runs as many forwards as any other."""
         forwards = list(pack(self.windows, self._forward_tokens))
         total = torch.zeros((), dtype=torch.float64, device=processes.device)
-        for place in range(
-            processes.rank, _rounded_up(len(forwards), processes.size), processes.size
-        ):
+        for place in _places(len(forwards), processes):
             losses = _forward(model, forwards[min(place, len(forwards) - 1)])
             total += math.fsum(losses) if place < len(forwards) else 0.0
         processes.sum_(total)
         return bits_per_byte(float(total), self.num_bytes)
+
+
+class HeldOutImages:
+    """Image-text samples spread evenly over held-out shards, of about ``num_tokens`` tokens."""
+
+    def __init__(self, shards: ImageShards, *, num_tokens: int, forward_tokens: int) -> None:
+        total = sum(shards.lengths)
+        wanted = max(1, min(len(shards), len(shards) * num_tokens // total))
+        self.chosen = [index * len(shards) // wanted for index in range(wanted)]
+        self._shards, self._forward_tokens = shards, forward_tokens
+
+    @torch.no_grad()
+    def score(self, model: CausalEncoderDecoder, processes: Processes = ALONE) -> float:
+        """Nats per target: the tokens that training would learn, without those of images."""
+        parts = self._parts()
+        figures = torch.zeros(2, dtype=torch.float64, device=processes.device)
+        for place in _places(len(parts), processes):
+            part = parts[min(place, len(parts) - 1)]
+            ids = part.ids.to(model.norm.weight.device)
+            rows, targets = next_tokens(ids, part.lengths, part.targets)
+            losses = model.head.loss(model(part.for_model(model)).hidden[rows], targets).each
+            if place < len(parts):
+                figures += figures.new_tensor([float(losses.double().sum()), len(targets)])
+        processes.sum_(figures)
+        nats, count = figures.tolist()
+        return float(nats / count)
+
+    def _parts(self) -> list[PackedBatch]:
+        """The samples in forwards of about ``forward_tokens``, or of one sample."""
+        samples = [self._shards.read(number) for number in self.chosen]
+        return list(pack_samples(samples).split(self._forward_tokens))
 
 
 def window_losses(
@@ -92,5 +125,6 @@ def _forward(model: CausalEncoderDecoder, packed: Sequence[EvaluationWindow]) ->
     return [float(part.sum()) for part in losses.split([len(of) for of in rows])]
 
 
-def _rounded_up(count: int, to: int) -> int:
-    return -(-count // to) * to
+def _places(count: int, processes: Processes) -> range:
+    """Forwards of this process, as many as any other has; those from ``count`` on do not count."""
+    return range(processes.rank, -(-count // processes.size) * processes.size, processes.size)

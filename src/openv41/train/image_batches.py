@@ -38,7 +38,7 @@ class ImageBatches:
         """The samples of one step."""
         epoch, index = divmod(step, len(self.bins))
         chosen = self.bins[shuffled(index, len(self.bins), mix(mix(self.seed) + epoch))]
-        return _join([self.shards.read(number) for number in chosen])
+        return pack_samples([self.shards.read(number) for number in chosen])
 
     def epoch(self, step: int) -> float:
         """Passes over the samples before ``step``."""
@@ -70,10 +70,11 @@ class PairBatches:
         key = mix(mix(self.seed) + epoch)
         places = range(index * self.size, (index + 1) * self.size)
         chosen = [self.pairs[shuffled(place, count, key)] for place in places]
-        return _join([self.shards.read(number) for number in chosen])
+        return pack_samples([self.shards.read(number) for number in chosen])
 
 
-def _join(samples: Sequence[EncodedSample]) -> PackedBatch:
+def pack_samples(samples: Sequence[EncodedSample]) -> PackedBatch:
+    """Samples one after the other."""
     return PackedBatch(
         ids=torch.from_numpy(np.concatenate([s.tokens for s in samples])),
         lengths=tuple(len(s.tokens) for s in samples),

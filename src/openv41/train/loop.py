@@ -1,4 +1,4 @@
-"""A training run: from random weights, or its newest checkpoint, to an exported model."""
+"""A training run: from its starting point, or its newest checkpoint, to an exported model."""
 
 import hashlib
 import json
@@ -6,7 +6,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +19,10 @@ from openv41.config import ModelConfig, as_dict
 from openv41.errors import ConfigError, DataError, InputError, OpenV41Error
 from openv41.io.atomic import write_atomic
 from openv41.io.checkpoint import save_model
+from openv41.io.checkpoint_hash import checkpoint_hash
 from openv41.io.checkpoint_writer import read_companions
 from openv41.io.tokenizer import load_tokenizer
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
-from openv41.model.init import init_weights
 from openv41.train.balance import measure_balance
 from openv41.train.checkpoint import FOLDER as RESUME_FOLDER
 from openv41.train.checkpoint import (
@@ -36,21 +36,25 @@ from openv41.train.checkpoint import (
     restore,
     state_tensors,
 )
-from openv41.train.config import NUMERICS_OF, TrainConfig
+from openv41.train.config import TrainConfig
 from openv41.train.contrastive import ContrastiveModel
 from openv41.train.contrastive_step import contrastive_step
 from openv41.train.data import TrainingBatches
-from openv41.train.evaluate import HeldOut
+from openv41.train.distill import TeacherSpec, open_teachers
+from openv41.train.evaluate import HeldOut, HeldOutImages
 from openv41.train.freezing import is_frozen
 from openv41.train.image_batches import ImageBatches, PairBatches
 from openv41.train.image_shards import ImageShards
+from openv41.train.lora import merged_state, save_adapter
 from openv41.train.metrics import LOG_FILE, RunLog, Sink, StepRecord
+from openv41.train.mixes import check_mixes
 from openv41.train.optimizer import Optimizers
 from openv41.train.packed_batch import PackedBatch
-from openv41.train.parallel import ExpertPlacement, StageModel, distribute
+from openv41.train.parallel import ExpertPlacement, distribute
 from openv41.train.processes import Processes
 from openv41.train.spikes import SpikeWatch, read_losses
 from openv41.train.stages import Place, Stage, num_steps, place_of
+from openv41.train.starting_point import make_model
 from openv41.train.step import DivergedError, StepResult, train_step
 from openv41.train.token_shards import INDEX_FILE, TokenShards
 from openv41.train.utilisation import FlopCounter
@@ -58,6 +62,7 @@ from openv41.train.wandb_log import WandbLog
 
 RUN_FILE = "run.json"
 MODEL_FOLDER = "checkpoint"  # the trained model, in the format's plain float32 variant
+ADAPTER_FILE = "adapter.safetensors"  # of a run with LoRA, beside the merged model
 
 ALONE = Processes()
 
@@ -83,6 +88,9 @@ class Run:
     data: Path
     heldout: Path | None
     images: Path | None = None
+    heldout_images: Path | None = None
+    base: Path | None = None  # checkpoint whose weights the run starts from; None: random ones
+    teachers: tuple[TeacherSpec, ...] = ()
     out: Path
     device: torch.device
     processes: Processes = ALONE
@@ -96,8 +104,11 @@ class Run:
             "order of stages": ", ".join(stage.name for stage in self.stages),
             "stages": {stage.name: as_dict(stage.train) for stage in self.stages},
             "data": _data_hash(self.data),
-            "heldout": None if self.heldout is None else _data_hash(self.heldout),
-            "images": None if self.images is None else _data_hash(self.images),
+            "heldout": _data_hash(self.heldout),
+            "images": _data_hash(self.images),
+            "heldout images": _data_hash(self.heldout_images),
+            "from": None if self.base is None else checkpoint_hash(self.base),
+            "teachers": {checkpoint_hash(spec.checkpoint): spec.weight for spec in self.teachers},
         }
 
 
@@ -107,7 +118,12 @@ class Trainer:
     def __init__(self, run: Run, *, resume: bool) -> None:
         self.run = run
         self.processes, self.description = run.processes, run.describe()
-        check_stages(run.stages, run.processes)
+        check_mixes(
+            run.stages,
+            run.processes,
+            has_base=run.base is not None,
+            has_teachers=bool(run.teachers),
+        )
         self.checkpoints = Checkpoints(run.out, run.processes)
         state = self._find_state(resume=resume)
         self.shards = TokenShards(run.data)
@@ -117,7 +133,15 @@ class Trainer:
         self.num_steps, self.skipped = num_steps(run.stages), 0
         first = place_of(run.stages, max(0, self.step - 1))  # the stage that wrote the state
         torch.manual_seed(run.stages[0].train.seed)
-        self._enter(first)
+        self.teachers = open_teachers(
+            run.teachers,
+            run.model,
+            run.stages,
+            self.tokenizer,
+            images=run.images is not None,
+            device=run.device,
+        )
+        self._enter(first, run.base if state is None else None)
         if state is not None:
             restore(state, self.optimizer)
             for loss in read_losses(run.out / LOG_FILE, self.stage.name, self.step):
@@ -164,6 +188,11 @@ class Trainer:
         """Write the model that the run is about; the last stage may have had another pool."""
         placement = self.optimizer.placement
         values = {placed.name: placement.whole(placed) for placed in placement.parameters}
+        if self.train.lora.rank:  # in one process
+            assert isinstance(self.model, CausalEncoderDecoder), "an adapter on another model"
+            path, base = self.run.out / ADAPTER_FILE, self.description["from"]
+            save_adapter(self.model, path, self.train.lora, base)
+            values = merged_state(self.model)
         if self.processes.is_first:
             model = CausalEncoderDecoder(self.run.model, device="meta", dtype=torch.float32)
             model.load_state_dict(values, assign=True)
@@ -212,6 +241,7 @@ class Trainer:
             losses=dict(result.losses),
             indexer_loss=result.indexer_loss,
             balance_loss=result.balance_loss,
+            distill_loss=result.distill_loss,
             lr=result.lr,
             grad_norm=result.grad_norm,
             update_rms=result.update_rms,
@@ -223,7 +253,8 @@ class Trainer:
             model_flops_per_second=speed,
             mfu=self.flops.share(speed, self.processes.size),
             retrieval=result.retrieval,
-            heldout_bits_per_byte=self._score(place),
+            heldout_bits_per_byte=self._score(place, self.heldout),
+            heldout_image_nats=self._score(place, self.heldout_images),
         )
 
     def _train(self, packed: PackedBatch, place: Place) -> StepResult:
@@ -231,14 +262,14 @@ class Trainer:
         rest = self.optimizer, packed, self.train, place.step
         if isinstance(self.model, ContrastiveModel):
             return contrastive_step(self.model, *rest, most=most)
-        return train_step(self.model, *rest, most=most)
+        return train_step(self.model, *rest, teachers=self.teachers, most=most)
 
-    def _score(self, place: Place) -> float | None:
-        """Score the held-out text where that is due, but not by a model that will be dropped."""
+    def _score(self, place: Place, held: HeldOut | HeldOutImages | None) -> float | None:
+        """Score what is held out where that is due, but not by a model that will be dropped."""
         due = self.step % self.train.heldout_steps == 0 or place.is_last
-        if self.heldout is None or not due or isinstance(self.model, ContrastiveModel):
+        if held is None or not due or isinstance(self.model, ContrastiveModel):
             return None
-        return self.heldout.score(self.model, self.processes)
+        return held.score(self.model, self.processes)
 
     def _batch(self, place: Place) -> PackedBatch:
         if self.images is not None and place.stage.is_contrastive:
@@ -256,8 +287,11 @@ class Trainer:
         logger.warning("%s; this batch is skipped", str(error).partition(";")[0])
         self.step += 1
 
-    def _enter(self, place: Place) -> None:
-        """Open the data of a stage, and make a model and optimizers for it, with new values."""
+    def _enter(self, place: Place, base: Path | None = None) -> None:
+        """Open the data of a stage, and make a model and optimizers for it, with new values.
+
+        Those of the checkpoint ``base``, or random ones, which depend on the seed of the run.
+        """
         self.stage, run, seed = place.stage, self.run, place.stage.train.seed + place.number
         self.images = self._open_images(seed)
         shares = self.images is not None and not self.stage.is_contrastive
@@ -269,25 +303,19 @@ class Trainer:
             seed=seed,
         )
         self.heldout = self._open_heldout()
-        self.model = self._make_model()
+        self.heldout_images = self._open_heldout_images()
+        self.model = make_model(
+            self.stage,
+            run.model,
+            run.token_map,
+            base=base,
+            seed=run.stages[0].train.seed,
+            device=run.device,
+        )
         placement = distribute(self.model, run.processes, run.experts)
         self.optimizer = Optimizers(placement, self.train.optimizer)
         self.flops = FlopCounter(self.model, run.device)
         self.spikes = SpikeWatch(steps=self.train.spike_steps, factor=self.train.spike_factor)
-
-    def _make_model(self) -> StageModel:
-        """The stage's model with first values, which depend on the run's seed and its shapes."""
-        run, config = self.run, self.stage.own_model(self.run.model)
-        numerics, seed = NUMERICS_OF[self.train.numerics], run.stages[0].train.seed
-        if self.stage.is_contrastive:
-            pairs = ContrastiveModel(config, numerics, device=run.device, dtype=torch.float32)
-            pairs.init(seed)
-            return pairs
-        model = CausalEncoderDecoder(config, numerics, device=run.device, dtype=torch.float32)
-        if run.token_map is not None and config.engram is not None:
-            model.set_token_map(run.token_map)
-        init_weights(model, seed)
-        return model
 
     def _change(self, place: Place) -> None:
         """Go on with the next stage: the same parameters and momenta, other settings.
@@ -346,14 +374,27 @@ class Trainer:
     def _open_images(self, seed: int) -> ImageBatches | PairBatches | None:
         if self.run.images is None:
             return None
-        vision = self.run.model.vision
-        assert vision is not None, "images for a model without a vision encoder"
-        shards = ImageShards(self.run.images)
-        shards.check(self.tokenizer, vision)
-        room = self.stage.image_tokens
+        shards, room = self._image_shards(self.run.images), self.stage.image_tokens
         if self.stage.is_contrastive:
             return PairBatches(shards, batch_tokens=room, seed=seed)
         return ImageBatches(shards, bin_tokens=room, seed=seed)
+
+    def _open_heldout_images(self) -> HeldOutImages | None:
+        if self.run.heldout_images is None or self.stage.makes_encoder:
+            return None
+        return HeldOutImages(
+            self._image_shards(self.run.heldout_images),
+            num_tokens=self.train.heldout_tokens,
+            forward_tokens=self.train.batch_tokens,
+        )
+
+    def _image_shards(self, folder: Path) -> ImageShards:
+        vision, shards = self.run.model.vision, ImageShards(folder)
+        if vision is None:
+            problem = f"the model has no vision encoder for {folder}; train on --images too"
+            raise ConfigError("train", [problem])
+        shards.check(self.tokenizer, vision)
+        return shards
 
     def _open_heldout(self) -> HeldOut | None:
         if self.run.heldout is None or self.stage.makes_encoder:
@@ -369,8 +410,10 @@ class Trainer:
         )
 
 
-def _data_hash(folder: Path) -> str:
-    """Hash of the index of token shards, which holds the hashes of all their content."""
+def _data_hash(folder: Path | None) -> str | None:
+    """Hash of the index of shards, which holds the hashes of all their content."""
+    if folder is None:
+        return None
     try:
         return hashlib.sha256((folder / INDEX_FILE).read_bytes()).hexdigest()
     except OSError as error:
@@ -378,18 +421,6 @@ def _data_hash(folder: Path) -> str:
             f"{folder / INDEX_FILE}: cannot read the index of the shards: {error.strerror}; make "
             "them with 'openv41 data prepare', or 'openv41 data images' for images"
         ) from None
-
-
-def check_stages(stages: Sequence[Stage], processes: Processes) -> None:
-    """Raise ConfigError for a stage that several processes cannot share."""
-    if processes.size > 1 and any(stage.is_contrastive for stage in stages):
-        raise ConfigError(
-            "stages",
-            [
-                f"vision compares each image with all texts of its batch, in one process, not in "
-                f"{processes.size}; leave the stage out, or start the run without torchrun"
-            ],
-        )
 
 
 @contextmanager

@@ -2,14 +2,16 @@
 
 Keys of a step: ``step`` (the first is 1), ``stage``, ``tokens`` seen so far, ``loss`` in nats per
 token and ``losses`` of text and of documents with an image, ``indexer_loss`` and ``balance_loss``
-before their weights and summed over layers, unless turned off (see layers/objectives.py), ``lr``
-before the groups' factors, ``grad_norm`` before clipping, ``update_rms`` of each group's step over
-its learning rate where it was measured, ``skipped`` batches before this one, ``spike`` where the
-loss was far above those before (see train/spikes.py), ``balance`` of text and of image tokens (see
-train/balance.py), ``image_tokens`` of this step, ``tokens_per_second``,
-``model_flops_per_second`` (see model/training_flops.py) and ``mfu``, their share of the device's
-peak where that is known, and at intervals ``heldout_bits_per_byte``. In stage "vision" ``loss`` is
-the contrastive loss, in nats per image, and ``retrieval`` the share of images that find their text.
+before their weights and summed over layers, unless turned off (see layers/objectives.py),
+``distill_loss`` (reverse KL in nats per token) beside teachers, ``lr`` before the groups' factors,
+``grad_norm`` before clipping, ``update_rms`` of each group's step over its learning rate where it
+was measured, ``skipped`` batches before this one, ``spike`` where the loss was far above those
+before (see train/spikes.py), ``balance`` of text and of image tokens (see train/balance.py),
+``image_tokens`` of this step, ``tokens_per_second``, ``model_flops_per_second`` (see
+model/training_flops.py) and ``mfu``, their share of the device's peak where that is known, and at
+intervals ``heldout_bits_per_byte`` of text and ``heldout_image_nats`` per target of image-text
+samples. In stage "vision" ``loss`` is the contrastive loss, in nats per image, and ``retrieval``
+the share of images that find their text.
 """
 
 import json
@@ -41,6 +43,7 @@ class StepRecord:
     losses: dict[str, float]
     indexer_loss: float | None = None
     balance_loss: float | None = None
+    distill_loss: float | None = None
     lr: float
     grad_norm: float
     update_rms: dict[str, float] | None = None
@@ -53,6 +56,7 @@ class StepRecord:
     mfu: float | None = None
     retrieval: float | None = None
     heldout_bits_per_byte: float | None = None
+    heldout_image_nats: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The record without what was not measured."""

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from openv41.train.config import OptimizerConfig
 from openv41.train.muon import Muon, Shared
 from openv41.train.parallel import Placed, Placement
-from openv41.train.parameter_rules import Part, Rule, num_blocks, rule_of
+from openv41.train.parameter_rules import Part, Rule, is_adapter, num_blocks, rule_of
 from openv41.train.sinkhorn_update import SinkhornBalanced
 
 NS_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -158,28 +158,33 @@ def _make(
 
 
 def _groups(placement: Placement, config: OptimizerConfig) -> dict[str, list[dict[str, Any]]]:
-    """Parameter groups by update rule; what follows the load rule asks for no gradient."""
+    """Parameter groups by update rule; all others ask for no gradient.
+
+    Those are the ones that follow the load rule and, beside an adapter, the whole model.
+    """
     members: dict[Rule, list[nn.Parameter]] = defaultdict(list)
+    is_adapted = any(is_adapter(placed.name) for placed in placement.parameters)
     for placed in placement.parameters:
         rule = choose_rule(placed.name, config)
+        trains = is_adapter(placed.name) if is_adapted else rule.update != "load balance"
         for parameter in (placed.parameter, placed.local):
-            parameter.requires_grad_(rule.update != "load balance")
-        members[replace(rule, is_open=False)].append(placed.local)
+            parameter.requires_grad_(trains)
+        if trains:
+            members[replace(rule, is_open=False)].append(placed.local)
     factors = lr_factors(config)
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for rule in sorted(members, key=group_name):
-        if rule.update != "load balance":
-            group = {
-                "name": group_name(rule),
-                "params": members[rule],
-                "part": rule.part,
-                "lr_factor": factors.get(rule.part, 1.0),
-            }
-            if rule.update == "muon":
-                group["blocks"] = num_blocks(rule, placement.config)
-            if rule.update != "sinkhorn":
-                group["weight_decay"] = config.weight_decay if rule.decays else 0.0
-            groups[rule.update].append(group)
+        group = {
+            "name": group_name(rule),
+            "params": members[rule],
+            "part": rule.part,
+            "lr_factor": factors.get(rule.part, 1.0),
+        }
+        if rule.update == "muon":
+            group["blocks"] = num_blocks(rule, placement.config)
+        if rule.update != "sinkhorn":
+            group["weight_decay"] = config.weight_decay if rule.decays else 0.0
+        groups[rule.update].append(group)
     return groups
 
 

@@ -8,6 +8,9 @@ from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 
 from openv41.image_grid import ImageGrid
+from openv41.io.image_processor import scale_pixels
+from openv41.layers.batch import Batch
+from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +35,14 @@ class PackedBatch:
     def documents(self) -> list[list[int]]:
         """Token ids per document."""
         return [piece.tolist() for piece in self.ids.split(list(self.lengths))]
+
+    def for_model(self, model: CausalEncoderDecoder) -> Batch:
+        """What a model runs on, with its own embeddings of the images."""
+        device, embeds = model.norm.weight.device, None
+        if self.pixels is not None:
+            assert model.vision is not None, "images for a model without a vision encoder"
+            embeds = model.vision(scale_pixels(self.pixels.to(device)), self.images)
+        return Batch.packed(self.ids.to(device), self.lengths, embeds)
 
     def learned(self, also: int | None) -> Bool[Tensor, " T"] | None:
         """Which tokens are learned, with those of the id ``also``; None for all."""

@@ -11,7 +11,7 @@ from openv41.config import ModelConfig
 
 Update = Literal["muon", "sinkhorn", "adamw", "load balance"]
 Blocks = Literal["one", "query heads", "index heads", "query, key, value"]
-Part = Literal["backbone", "tokens", "engram table", "vision encoder"]
+Part = Literal["backbone", "tokens", "engram table", "vision encoder", "adapter"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +41,7 @@ BALANCED = Rule(update="load balance")
 VISION_MUON = Rule(update="muon", decays=True, part="vision encoder")
 VISION_NORM = Rule(update="adamw", decays=True, part="vision encoder")
 VISION_VECTOR = Rule(update="adamw", part="vision encoder")
+ADAPTER = Rule(update="adamw", part="adapter", is_open=True)  # the factors of LoRA, not a matrix
 
 # Layer numbers are written as *.
 RULES: dict[str, Rule] = {
@@ -137,8 +138,15 @@ def pattern_of(name: str) -> str:
     return re.sub(r"\b(layers|blocks)\.\d+\.", r"\1.*.", name)
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a parameter belongs to a LoRA update and not to the model."""
+    return name.endswith((".update.a", ".update.b"))
+
+
 def rule_of(name: str) -> Rule:
     """Rule of a parameter; a parameter that is not in the tables is a bug."""
+    if is_adapter(name):
+        return ADAPTER
     rule = RULES.get(pattern_of(name)) or CONTRASTIVE_RULES.get(pattern_of(name))
     assert rule is not None, f"{name} is in no row of RULES"
     return rule

@@ -1,4 +1,4 @@
-"""From a preset and its settings to the model and the run. Report §2.5."""
+"""From a preset or a checkpoint, and settings, to the model and the run. Report §2.5."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -8,8 +8,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from openv41.config import ModelConfig
-from openv41.errors import ConfigError
+from openv41.errors import ConfigError, DataError
 from openv41.io.engram_map import compress_vocabulary, token_map_for
+from openv41.io.hf_config import read_config
 from openv41.io.tokenizer import TextTokenizer, load_tokenizer
 from openv41.ngram_hash_constants import table_rows
 from openv41.presets import preset, with_vocabulary
@@ -24,30 +25,32 @@ TABLE_ROWS = "engram.num_embeddings"  # follows from the other Engram settings
 
 
 def configure(
-    name: str,
+    source: str | Path,
     data: Path,
     settings: Iterable[str],
     *,
     stages: Sequence[str] = ("pretrain",),
     images: bool = False,
 ) -> tuple[ModelConfig, tuple[Stage, ...], Int[Tensor, " V"] | None]:
-    """Model and run of a preset: first the tokenizer, then its token map, then the settings.
+    """Model and run of a preset's name, or of a checkpoint's folder to start from.
 
     ``settings`` are ``key=value`` words; those of the model start with ``model.``, those of one
     stage with its name, and all others are the base of every stage. The drafter is left out, and
-    so is the vision encoder unless there are ``images`` to train on.
+    so is a preset's vision encoder unless there are ``images`` to train on. A checkpoint decides
+    the model, and the data must have been made with its tokenizer.
     """
     check_names(stages)
-    tokenizer = load_tokenizer(data)
-    num_classes = len(set(compress_vocabulary(tokenizer.backend)))
-    model = _with_images(preset(name), name, tokenizer) if images else _text_only(preset(name))
-    changes = parse_settings(settings)
-    model = with_vocabulary(
-        model, vocab_size=tokenizer.vocab_size, compressed_vocab_size=num_classes
-    )
-    model, base = _apply(_common(changes), model, TrainConfig())
+    tokenizer, changes = load_tokenizer(data), parse_settings(settings)
+    if isinstance(source, Path):
+        model = _of_checkpoint(source, data, tokenizer, changes, images=images)
+        base = apply_settings(TrainConfig(), _common(changes))
+    else:
+        model = _of_preset(source, tokenizer, images=images)
+        model, base = _apply(_common(changes), model, TrainConfig())
     made = make_stages(stages, base, changes)
     problems = _problems(made, model, images=images)
+    if made[0].train.lora.rank and not isinstance(source, Path):
+        problems.append("lora.rank is set; name the checkpoint that the adapter is for with --from")
     if problems:
         raise ConfigError("train", problems)
     return model, made, token_map_for(data, model) if model.engram else None
@@ -60,9 +63,9 @@ def make_stages(
     return tuple(_stage(name, base, changes, names[:n]) for n, name in enumerate(names))
 
 
-def _problems(stages: Iterable[Stage], model: ModelConfig, *, images: bool) -> list[str]:
+def _problems(stages: Sequence[Stage], model: ModelConfig, *, images: bool) -> list[str]:
     """What the stages cannot do with this model and data."""
-    problems = []
+    problems, first = [], stages[0].train
     for name, train in ((stage.name, stage.train) for stage in stages):
         if train.sequence_length > model.max_position:
             problems.append(
@@ -76,7 +79,43 @@ def _problems(stages: Iterable[Stage], model: ModelConfig, *, images: bool) -> l
                 f"vision.micro_batch_tokens is {train.micro_batch_tokens}, must be 0: the loss "
                 "compares all pairs of a batch"
             )
+        if train.lora != first.lora:
+            problems.append(
+                f"{name}.lora differs from that of {stages[0].name}; all stages train one adapter"
+            )
+        if train.lora.rank and train.freeze_vision:
+            problems.append(
+                f"{name}.freeze_vision is true, and lora.rank is set: beside an adapter the whole "
+                "model rests; leave out freeze_vision"
+            )
     return problems
+
+
+def _of_preset(name: str, tokenizer: TextTokenizer, *, images: bool) -> ModelConfig:
+    """A preset's model for a tokenizer, which decides its vocabulary."""
+    num_classes = len(set(compress_vocabulary(tokenizer.backend)))
+    model = _with_images(preset(name), name, tokenizer) if images else _text_only(preset(name))
+    return with_vocabulary(
+        model, vocab_size=tokenizer.vocab_size, compressed_vocab_size=num_classes
+    )
+
+
+def _of_checkpoint(
+    folder: Path, data: Path, tokenizer: TextTokenizer, changes: Iterable[str], *, images: bool
+) -> ModelConfig:
+    """A checkpoint's model without its drafter."""
+    model, own = replace(read_config(folder), dspark=None), load_tokenizer(folder)
+    if own.sha256 != tokenizer.sha256:
+        raise DataError(
+            f"{data} was prepared with the tokenizer of sha256 {tokenizer.sha256}, {folder} has "
+            f"{own.sha256}; prepare the text with --tokenizer {folder}"
+        )
+    problems = [f"{path} follows from the checkpoint" for path in changes if _is_model(path)]
+    if images and model.vision is None:
+        problems.append(f"{folder} has no vision encoder; leave out --images")
+    if problems:
+        raise ConfigError("train", problems)
+    return model
 
 
 def _common(changes: Mapping[str, str]) -> dict[str, str]:

@@ -3,18 +3,18 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from openv41.errors import OpenV41Error
-from openv41.io.image_processor import scale_pixels
-from openv41.layers.batch import Batch
 from openv41.layers.objectives import Losses
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder, Output
 from openv41.train.balance import KINDS, update_biases
 from openv41.train.config import TrainConfig
+from openv41.train.distill import Teachers
 from openv41.train.freezing import freeze
 from openv41.train.optimizer import Optimizers
 from openv41.train.packed_batch import PackedBatch
@@ -34,6 +34,7 @@ class StepResult:
     losses: Mapping[str, float]  # the same for "text" and for documents with an "image"
     indexer_loss: float | None  # these two before their weights; None where turned off
     balance_loss: float | None
+    distill_loss: float | None = None  # reverse KL to the teachers, per target, before its weight
     grad_norm: float  # before clipping
     update_rms: dict[str, float] | None  # of each group, over its learning rate; where measured
     lr: float
@@ -58,6 +59,7 @@ def train_step(
     config: TrainConfig,
     step: int,
     *,
+    teachers: Teachers | None = None,
     most: float = math.inf,
 ) -> StepResult:
     """Train on one batch; raises DivergedError before anything has changed, see ``update``.
@@ -66,7 +68,7 @@ def train_step(
     losses, gradients and loads are those of the whole.
     """
     freeze(optimizer, config, step)
-    sums = Sums(model, packed, config)
+    sums = Sums(model, packed, config, teachers)
     own, idle = own_parts(packed, config.micro_batch_tokens, optimizer.processes)
     for part in own:
         sums.add(part)
@@ -74,12 +76,14 @@ def train_step(
         sums.join(part)
     sums.collect(optimizer.processes)
     done = update(optimizer, sums.loss, config, step, most=most)
-    update_biases(model, sums.loads, config.balance_speed, by_modality=config.modality_biases)
+    if not config.lora.rank:
+        update_biases(model, sums.loads, config.balance_speed, by_modality=config.modality_biases)
     return StepResult(
         loss=sums.loss,
         losses=sums.by_modality(),
         indexer_loss=sums.indexer,
         balance_loss=sums.balance,
+        distill_loss=sums.distill,
         grad_norm=done.grad_norm,
         update_rms=done.update_rms,
         lr=done.lr,
@@ -117,13 +121,27 @@ def update(
     return Update(grad_norm=grad_norm, update_rms=update_rms, lr=lr)
 
 
+class _Ran(NamedTuple):
+    """What a forward and backward of a part gave."""
+
+    out: Output
+    nats: Float[Tensor, " targets"]  # of the language model
+    kinds: Int[Tensor, " targets"]  # 1 for targets in documents with an image
+    divergence: Float[Tensor, ""] | None  # from the teachers, summed over the targets
+
+
 class Sums:
     """Losses, gradients and loads of a batch, added up part by part."""
 
     def __init__(
-        self, model: CausalEncoderDecoder, packed: PackedBatch, config: TrainConfig
+        self,
+        model: CausalEncoderDecoder,
+        packed: PackedBatch,
+        config: TrainConfig,
+        teachers: Teachers | None = None,
     ) -> None:
-        self.model, self.config, self.device = model, config, model.norm.weight.device
+        self.model, self.config, self.teachers = model, config, teachers
+        self.device = model.norm.weight.device
         self._also = model.config.image_token_id if config.learn_image_tokens else None
         self.num_tokens = len(packed.ids)
         self.num_targets = len(self._targets(packed)[0])
@@ -132,6 +150,7 @@ class Sums:
         self.loads: dict[int, Tensor] = {}
         self.indexer: float | None = None
         self.balance: float | None = None
+        self.distill: float | None = None
 
     @property
     def loss(self) -> float:
@@ -145,7 +164,7 @@ class Sums:
 
     def add(self, part: PackedBatch) -> None:
         """Run a part forward and backward."""
-        out, nats, kinds = self._run(part, 1.0)
+        out, nats, kinds, divergence = self._run(part, 1.0)
         self.nats += torch.zeros_like(self.nats).index_add(0, kinds.cpu(), nats.double().cpu())
         self.counts += kinds.cpu().bincount(minlength=2)
         for layer, counts in out.expert_counts.items():
@@ -153,48 +172,56 @@ class Sums:
         share = len(part.ids) / self.num_tokens
         self.indexer = _plus(self.indexer, out.losses.indexer, share)
         self.balance = _plus(self.balance, out.losses.balance, share)
+        self.distill = _plus(self.distill, divergence, 1 / max(1, self.num_targets))
 
     def join(self, part: PackedBatch) -> None:
         """Run a part that counts for nothing, beside a process that still has one to add."""
-        out, _, _ = self._run(part, 0.0)
+        out, _, _, divergence = self._run(part, 0.0)
         for layer, counts in out.expert_counts.items():
             self.loads.setdefault(layer, torch.zeros_like(counts))
         self.indexer = _plus(self.indexer, out.losses.indexer, 0.0)
         self.balance = _plus(self.balance, out.losses.balance, 0.0)
+        self.distill = _plus(self.distill, divergence, 0.0)
 
     def collect(self, processes: Processes) -> None:
         """Add what the other processes have added."""
         if processes.size == 1:
             return
-        losses = torch.tensor([self.indexer or 0.0, self.balance or 0.0], dtype=torch.float64)
+        others = self.indexer, self.balance, self.distill
+        losses = torch.tensor([loss or 0.0 for loss in others], dtype=torch.float64)
         figures = torch.cat([self.nats, self.counts.double(), losses]).to(processes.device)
         loads = torch.stack(list(self.loads.values()))
         processes.sum_(figures, loads)
         self.loads = dict(zip(self.loads, loads, strict=True))
-        self.nats, counts, losses = figures.cpu().split(2)
+        self.nats, counts, losses = figures.cpu().split([2, 2, 3])
         self.counts = counts.long()
-        self.indexer = None if self.indexer is None else float(losses[0])
-        self.balance = None if self.balance is None else float(losses[1])
+        self.indexer, self.balance, self.distill = (
+            None if loss is None else total
+            for loss, total in zip(others, losses.tolist(), strict=True)
+        )
 
-    def _run(self, part: PackedBatch, weight: float) -> tuple[Output, Tensor, Tensor]:
-        """Forward and backward; returns also each target's loss and kind of document."""
+    def _run(self, part: PackedBatch, weight: float) -> _Ran:
+        """Forward and backward."""
         model, config = self.model, self.config
-        device = self.device
-        ids, embeds = part.ids.to(device), None
-        if part.pixels is not None:
-            assert model.vision is not None, "images for a model without a vision encoder"
-            embeds = model.vision(scale_pixels(part.pixels.to(device)), part.images)
-        batch = Batch.packed(ids, part.lengths, embeds)
+        lesson = None if self.teachers is None else self.teachers.read(part)
         recompute = config.activation_checkpointing
-        out = model(batch, objectives=config.objectives, recompute=recompute)
+        out = model(part.for_model(model), objectives=config.objectives, recompute=recompute)
         rows, targets = self._targets(part)
-        kinds = part.has_images().to(device)[rows].long()
-        loss = model.head.loss(out.hidden[rows], targets)
-        share = weight * len(ids) / self.num_tokens
+        kinds = part.has_images().to(self.device)[rows].long()
+        hidden = out.hidden[rows]
+        loss = model.head.loss(hidden, targets)
+        total, divergence = config.lm_weight * loss.summed, None
+        if lesson is not None:
+            taught = lesson.loss(model.head, hidden, rows)
+            total = total + config.distill_weight * taught.summed
+            divergence = taught.each.double().sum()
+        share = weight * len(part.ids) / self.num_tokens
         others = [share * of_layers for of_layers in weighted(out.losses, config)]
-        total = loss.summed * (weight / max(1, self.num_targets))
-        torch.stack([total, *others]).sum().backward()
-        return out, loss.each, kinds
+        total = total * (weight / max(1, self.num_targets))
+        learned = torch.stack([total, *others]).sum()
+        if learned.requires_grad:  # an adapter may see nothing of a part
+            learned.backward()
+        return _Ran(out, loss.each, kinds, divergence)
 
     def _targets(self, part: PackedBatch) -> tuple[Tensor, Tensor]:
         ids = part.ids.to(self.device)

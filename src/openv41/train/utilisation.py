@@ -2,8 +2,9 @@
 
 import torch
 
+from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.model.training_flops import PASSES, TrainingFlops, block_flops, encoder_flops
-from openv41.train.contrastive import ContrastiveModel, Pairs
+from openv41.train.contrastive import Pairs
 from openv41.train.packed_batch import PackedBatch
 from openv41.train.parallel import StageModel
 
@@ -25,12 +26,17 @@ def peak_flops(device_name: str) -> float | None:
 
 
 class FlopCounter:
-    """Counts the model FLOPs of a stage's steps; see model/training_flops.py for how."""
+    """Counts the model FLOPs of a stage's steps; see model/training_flops.py for how.
+
+    A run with LoRA counts as one that trains the whole model, and teachers count for nothing.
+    """
 
     def __init__(self, model: StageModel, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
         self.peak = peak_flops(torch.cuda.get_device_name(device)) if is_cuda else None
-        self._training = None if isinstance(model, ContrastiveModel) else TrainingFlops(model)
+        self._training: TrainingFlops | None = None
+        if isinstance(model, CausalEncoderDecoder):  # without its adapter
+            self._training = TrainingFlops(CausalEncoderDecoder(model.config, device="meta"))
         self._vision = model.config.vision
 
     def share(self, flops_per_second: float, devices: int) -> float | None:

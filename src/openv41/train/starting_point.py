@@ -1,0 +1,48 @@
+"""The model of a stage with its first values: random ones, or those of a checkpoint."""
+
+from pathlib import Path
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from openv41.config import ModelConfig
+from openv41.io.checkpoint import load_model
+from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
+from openv41.model.init import init_weights
+from openv41.train.config import NUMERICS_OF
+from openv41.train.contrastive import ContrastiveModel
+from openv41.train.lora import adapt
+from openv41.train.parallel import StageModel
+from openv41.train.stages import Stage
+
+
+def make_model(
+    stage: Stage,
+    whole: ModelConfig,
+    token_map: Int[Tensor, " V"] | None,
+    *,
+    base: Path | None,
+    seed: int,
+    device: torch.device,
+) -> StageModel:
+    """What a stage trains of a run for ``whole``, with its adapter if it has one.
+
+    Weights are those of the checkpoint ``base``, dequantised, or else depend on the seed and the
+    shapes alone.
+    """
+    config, numerics = stage.own_model(whole), NUMERICS_OF[stage.train.numerics]
+    if stage.is_contrastive:
+        pairs = ContrastiveModel(config, numerics, device=device, dtype=torch.float32)
+        pairs.init(seed)
+        return pairs
+    model = CausalEncoderDecoder(config, numerics, device=device, dtype=torch.float32)
+    if token_map is not None and config.engram is not None:
+        model.set_token_map(token_map)
+    if base is None:
+        init_weights(model, seed)
+    else:
+        model.load_state_dict(load_model(base, dtype=torch.float32, device=device).state_dict())
+    if stage.train.lora.rank:
+        adapt(model, stage.train.lora, seed)
+    return model
