@@ -141,6 +141,7 @@ def test_numeric_modes_round_where_the_table_says():
         "window_kv": "off",
         "main_kv": "off",
         "index": "off",
+        "expert_weights": "off",
         "score_dtype": "float32",
         "deterministic": False,
     }

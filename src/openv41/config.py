@@ -376,12 +376,13 @@ class NumericsConfig:
     window_kv: Rounding = "off"
     main_kv: Rounding = "off"
     index: Rounding = "off"
+    expert_weights: Rounding = "off"  # of routed experts that are not stored as codes anyway
     score_dtype: Literal["float32", "bfloat16"] = "float32"
     compute_dtype: Literal["weights", "bfloat16"] = "weights"
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        points = ("linear_input", "window_kv", "main_kv", "index")
+        points = ("linear_input", "window_kv", "main_kv", "index", "expert_weights")
         problems = [
             f"{name} is {getattr(self, name)!r}, must be one of {ROUNDINGS}"
             for name in points

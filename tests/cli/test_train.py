@@ -8,6 +8,9 @@ from typer.testing import CliRunner
 from openv41.cli.main import app
 from openv41.io.checkpoint import load_model
 from openv41.io.tokenizer import load_tokenizer, train_tokenizer
+from openv41.prompt import Conversation, Message
+from openv41.train.sample_shards import prepare_sample_shards
+from openv41.train.samples import Sample
 from openv41.train.token_shards import prepare_shards
 
 SMALL = (
@@ -96,6 +99,25 @@ def test_unknown_presets_and_data(data, tmp_path):
     assert result.exit_code == 2
     assert "nowhere" in result.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_posttraining_on_conversations(tmp_path):
+    (tmp_path / "text.txt").write_text("To be, or not to be, that is the question.\n" * 20)
+    tokenizer = train_tokenizer([tmp_path / "text.txt"], vocab_size=280, prompt_format=True)
+    data = prepare_shards([tmp_path / "text.txt"], tokenizer, tmp_path / "text").folder
+    messages = Message("user", "to be?"), Message("assistant", "not")
+    chat = Sample("a", conversation=Conversation(messages, thinking=False), weights=(0.0, 1.0))
+    sft = prepare_sample_shards([chat], tokenizer, None, tmp_path / "sft", max_tokens=32).folder
+    options = ["--sft", str(sft), "--set", "posttrain.tokens=64"]
+    result = invoke(data, tmp_path / "run", *options)
+    assert result.exit_code == 2
+    assert "--sft is for the stage posttrain; add it to --stages" in result.stderr
+    result = invoke(data, tmp_path / "run", *options, "--stages", "pretrain,posttrain")
+    assert result.exit_code == 0, result.stderr
+    assert "posttrain 4/4  loss" in result.stderr
+    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert run["stages"]["posttrain"]["bounded_replay"] == "first_layer_full_window"
+    assert run["stages"]["posttrain"]["expert_fp4"] is True
 
 
 def test_resume_needs_a_run(data, tmp_path):

@@ -7,7 +7,7 @@ from PIL import Image
 
 from demo import settings
 from demo.pictures import DIGIT_QUESTION, DIGITS, WORDS, draw_words, make_pictures
-from openv41.train.image_samples import read_samples
+from openv41.train.samples import read_samples
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +34,11 @@ def test_no_word_picture_is_drawn_twice():
 def test_samples_ask_and_answer(folder):
     samples = list(read_samples(folder / "heldout" / "samples.jsonl"))
     assert len(samples) == settings.HELDOUT_DIGITS + settings.HELDOUT_WORDS
-    image, question = samples[0].turns[0].parts
-    assert image.data == (folder / "heldout" / "digit-1437.png").read_bytes()
-    assert question.text == DIGIT_QUESTION
-    assert samples[0].turns[1].parts[0].text in DIGITS
+    asked, answered = samples[0].conversation.messages
+    image, question = asked.content
+    assert image.source.data == (folder / "heldout" / "digit-1437.png").read_bytes()
+    assert question == DIGIT_QUESTION
+    assert answered.content in DIGITS
     line = (folder / "heldout" / "samples.jsonl").read_text().splitlines()[-1]
     assert json.loads(line)["messages"][1]["content"] in WORDS
     with Image.open(folder / "heldout" / "digit-1437.png") as opened:

@@ -128,6 +128,15 @@ def test_choices_are_recorded_and_replayed(chunk):
     assert torch.equal(torch.stack(replaying.drawn_from[1]), want), "others choose freely"
 
 
+def test_choices_of_a_short_prompt_are_recorded():
+    """Steps that see few entries list few: the parts are joined to the widest."""
+    engine = engine_of(arm(torch.float32, bitwise=False))
+    answer = only(engine, greedy([0], 5, record_choices=True))
+    rows = answer.choices["layers.5.topk_indices"]
+    assert rows[:3].tolist() == [[0, -1, -1], [0, 1, -1], [0, 1, 2]]
+    assert len(rows) == 5
+
+
 def test_cancelling_frees_the_pages_at_once(model):
     engine, events, other = engine_of(model), [], []
     number = engine.submit(greedy(random_ids(20), 50), events.append)

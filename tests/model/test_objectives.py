@@ -250,5 +250,7 @@ def test_nothing_is_computed_that_nobody_asks_for(monkeypatch):
 
 def test_parts_of_texts_are_refused():
     model = mini_model(29)
-    with pytest.raises(InputError, match="objectives: need whole texts; leave out store and rows"):
+    with pytest.raises(
+        InputError, match="objectives and replay need whole texts; leave out store and"
+    ):
         losses(model, DOCUMENTS, store=DenseStore(model.config.compress_ratios))

@@ -231,6 +231,15 @@ def test_gradient_passes_straight_through(name):
     assert torch.equal(x.grad, weight)
 
 
+def test_expert_weights_round_to_what_packing_gives():
+    tiny = torch.tensor([[5.0, 0.5] * 32]) * 2.0**-127  # below the floor of activations
+    w = torch.cat([hard_rows(40), torch.zeros(1, 64), tiny])
+    assert same_bits(q.fake_fp4_rows(w), q.dequantize_fp4_rows(*q.quantize_fp4_rows(w)))
+    leaf = w.clone().requires_grad_()
+    (q.fake_fp4_rows(leaf) * w).sum().backward()
+    assert torch.equal(leaf.grad, w)
+
+
 def test_no_gradient_where_main_kv_saturates():
     x = torch.tensor([1.0, 2700.0, -2688.0, -5000.0], requires_grad=True)
     q.fake_fp4_e4m3(x).sum().backward()

@@ -18,6 +18,7 @@ class Document:
     is_image: np.ndarray
     cids: list
     pad: int
+    window_floor: tuple = (10**9, 0)  # from this layer on, rows at or behind it see none before it
     main_kv: dict = field(default_factory=dict)
     index_k: dict = field(default_factory=dict)
     topk: dict = field(default_factory=dict)
@@ -25,7 +26,17 @@ class Document:
     out: dict = field(default_factory=dict)
 
 
-def forward(weights, config, token_ids, token_map, *, numerics="f32", embed=None, is_image=None):
+def forward(
+    weights,
+    config,
+    token_ids,
+    token_map,
+    *,
+    numerics="f32",
+    embed=None,
+    is_image=None,
+    window_floor=(10**9, 0),
+):
     """Return tensors under their golden names, all rows, float64."""
     ids = [int(i) for i in token_ids]
     is_image = np.zeros(len(ids), dtype=bool) if is_image is None else is_image
@@ -35,6 +46,7 @@ def forward(weights, config, token_ids, token_map, *, numerics="f32", embed=None
         is_image=is_image,
         cids=[-1 if dead else token_map[i] for i, dead in zip(ids, is_image, strict=True)],
         pad=token_map[config["engram_pad_token_id"]],
+        window_floor=window_floor,
     )
     n = config["hc_mult"]
     h = weights["embed.weight"][ids] if embed is None else embed
@@ -119,7 +131,9 @@ def _attention(w, doc, layer, x):
         _select(w, doc, layer, x, qr)
     y = []
     for p in range(len(x)):
-        keys = kv[list(attention.window(p, config["sliding_window"]))]
+        first_bounded, floor = doc.window_floor
+        lowest = floor if layer >= first_bounded and p >= floor else 0
+        keys = kv[[s for s in attention.window(p, config["sliding_window"]) if s >= lowest]]
         if ratio:
             entries = doc.main_kv[_source(config["kv_source_layer_ids"], layer)]
             chosen = doc.topk[_source(config["index_source_layer_ids"], layer)][p]

@@ -1,7 +1,7 @@
 import pytest
 
 from openv41.io.tokenizer import train_tokenizer
-from openv41.train.image_shards import prepare_image_shards
+from openv41.train.sample_shards import prepare_sample_shards
 from openv41.train.token_shards import prepare_shards
 from tests.train.image_runs import VISION, samples
 
@@ -41,4 +41,4 @@ def image_text(text_files, image_tokenizer, tmp_path_factory):
 @pytest.fixture(scope="session")
 def image_shards(image_tokenizer, tmp_path_factory):
     out = tmp_path_factory.mktemp("images") / "shards"
-    return prepare_image_shards(samples(), image_tokenizer, VISION, out, max_tokens=64)
+    return prepare_sample_shards(samples(), image_tokenizer, VISION, out, max_tokens=64)

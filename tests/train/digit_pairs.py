@@ -34,7 +34,7 @@ def digits(numbers):
     return PackedBatch(
         ids,
         tuple(map(len, texts)),
-        torch.ones(len(ids), dtype=torch.bool),
+        torch.ones(len(ids)),
         patches[:, None].expand(-1, 3, -1, -1).contiguous(),
         ((ImageGrid(4, 4, 2),),) * len(texts),
     )

@@ -7,8 +7,10 @@ from PIL import Image
 
 from openv41.config import VisionConfig
 from openv41.io.tokenizer import load_tokenizer
+from openv41.prompt import Conversation, Message
+from openv41.prompt import Image as Shown
 from openv41.prompt.tokens import IMAGE
-from openv41.train.image_samples import ImagePart, Sample, TextPart, Turn
+from openv41.train.samples import ImagePart, Sample, TextPart
 from tests.train.runs import changed, mini_run
 
 VISION = VisionConfig(
@@ -34,13 +36,22 @@ def samples(count=12):
         if i % 3 == 0:
             yield Sample(f"{i}", parts=(picture(i), TextPart("thou art grey")))
         elif i % 3 == 1:
-            between = TextPart(" and ", trains=False)
+            between = TextPart(" and ", 0.0)
             parts = (TextPart("lo "), picture(i, (18, 6)), between, picture(i + 1), TextPart(" so"))
             yield Sample(f"{i}", parts=parts)
         else:
-            turns = [Turn("user", (picture(i), TextPart("What?"))), Turn("assistant", ())]
-            turns[1] = replace(turns[1], parts=(TextPart("A sea"),))
-            yield Sample(f"{i}", turns=tuple(turns))
+            yield talk(f"{i}", Message("user", (Shown(picture(i)), "What?")), answer("A sea"))
+
+
+def answer(text="", **fields):
+    return Message("assistant", text, **fields)
+
+
+def talk(where, *messages, weights=None, **settings):
+    """A conversation; unless told otherwise the last answer is learned."""
+    settings = {"thinking": False} | settings
+    weights = weights or (*[0.0] * (len(messages) - 1), 1.0)
+    return Sample(where, conversation=Conversation(messages, **settings), weights=weights)
 
 
 def seeing_run(text, images, out, **changes):

@@ -10,12 +10,12 @@ import torch
 from openv41.train.checkpoint import state_tensors
 from openv41.train.config import OptimizerConfig, TrainConfig
 from openv41.train.evaluate import HeldOutImages
-from openv41.train.image_shards import ImageShards
 from openv41.train.optimizer import Optimizers
 from openv41.train.packed_batch import PackedBatch
 from openv41.train.parallel import distribute
 from openv41.train.processes import join
 from openv41.train.sample_encoder import EncodedSample
+from openv41.train.sample_shards import SampleShards
 from openv41.train.sharded_checkpoint import as_distributed
 from openv41.train.step import train_step
 from tests.layers.mini import mini_config, mini_model, random_ids
@@ -88,7 +88,7 @@ CASES = {
 }
 
 
-class Pictures(ImageShards):
+class Pictures(SampleShards):
     """Three samples of two images, so that one of two processes has more than the other."""
 
     def __init__(self):
@@ -100,8 +100,8 @@ class Pictures(ImageShards):
     def read(self, number):
         size, patches = VISION.patch_size, sum(grid.num_patches for grid in GRIDS)
         pixels = np.random.default_rng(number).integers(0, 256, (patches, 3, size, size), np.uint8)
-        targets = np.arange(30) > 20 + 2 * number  # behind both images
-        return EncodedSample(np.array(image_ids()), targets, pixels, tuple(GRIDS))
+        weights = (np.arange(30) > 20 + 2 * number).astype(np.float32)  # behind both images
+        return EncodedSample(np.array(image_ids()), weights, pixels, tuple(GRIDS))
 
 
 def score_images(model, processes):

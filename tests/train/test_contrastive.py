@@ -106,7 +106,7 @@ def test_pairs_are_the_learned_tokens_of_each_document():
     packed = PackedBatch(
         torch.tensor([0, 3, 8, 1, 0, 3, 9, 7, 1]),
         (4, 5),
-        torch.tensor([0, 0, 1, 1, 0, 0, 1, 1, 1], dtype=torch.bool),
+        torch.tensor([0.0, 0, 1, 1, 0, 0, 1, 1, 1]),
         torch.zeros(3, 3, 2, 2, dtype=torch.uint8),
         grids,
     )

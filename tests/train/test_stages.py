@@ -65,6 +65,9 @@ def test_recipes_change_what_they_say():
     after = RECIPES["posttrain"](BASE)
     assert (after.numerics, after.tokens, after.optimizer.lr) == ("f32qat", 100, 0.05)
     assert after.restrict_candidates
+    assert after.expert_fp4
+    assert after.bounded_replay == "first_layer_full_window"
+    assert (BASE.expert_fp4, BASE.bounded_replay) == (False, "off")
     assert after.warmup_tokens == after.hold_tokens == 0
 
 

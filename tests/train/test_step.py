@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from openv41.image_grid import ImageGrid
+from openv41.layers.batch import Batch
 from openv41.train import step as step_module
 from openv41.train.config import OptimizerConfig, TrainConfig
 from openv41.train.optimizer import Optimizers
@@ -121,3 +122,34 @@ def test_update_sizes_are_measured():
     assert 0.09 < found["tokens: sinkhorn"] < 0.181  # rows of tokens that do not occur stay
     assert found["backbone: muon by query heads"] == pytest.approx(0.18, rel=0.2)
     assert 0.3 < found["backbone: adamw"] < 1.01
+
+
+def test_targets_count_by_their_weights(model):
+    """The loss is sum(w nll) / sum(w), whatever the parts; so are its gradients."""
+    weights = torch.tensor([0.0, 2.0, 0.0, 0.5, 1.0, 0.0, 0.0, *[1.0], *[0.0, 3.0] * 6])
+    packed = PackedBatch(ids(), LENGTHS, weights)
+    hidden = model(Batch.packed(ids(), LENGTHS)).hidden
+    nll = -model.logits(hidden).log_softmax(-1)[torch.arange(19), ids()[1:]]
+    counted = weights[1:].double()
+    counted[[6, 7]] = 0  # a document's first token is no target
+    want = (counted * nll).sum() / counted.sum()
+    want.backward()
+    gradient = model.head.weight.grad.clone()
+    config = replace(CONFIG, balance_loss=0.0, indexer_loss=0.0)
+    for most in (20, 8):
+        model.zero_grad()
+        sums = step_module.Sums(model, packed, config)
+        for part in packed.split(most):
+            sums.add(part)
+        assert sums.loss == pytest.approx(want.item(), rel=1e-9)
+        assert sums.by_modality() == {"text": pytest.approx(want.item(), rel=1e-9)}
+        torch.testing.assert_close(model.head.weight.grad, gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_a_part_without_a_target_adds_nothing(model):
+    packed = PackedBatch(ids(), LENGTHS, torch.tensor([*[0.0] * 8, *[1.0] * 12]))
+    sums = step_module.Sums(model, packed, CONFIG)
+    for part in packed.split(8):
+        sums.add(part)
+    assert math.isfinite(sums.loss)
+    assert sums.total_weight == 11

@@ -1,5 +1,6 @@
-"""``openv41 data``: turn text files into token shards, and images with text into shards too."""
+"""``openv41 data``: turn text files into token shards, and samples into sample shards."""
 
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Annotated
@@ -7,14 +8,15 @@ from typing import Annotated
 import typer
 
 from openv41.cli.ui import progress, show_line
+from openv41.config import VisionConfig
 from openv41.errors import InputError
 from openv41.io.tokenizer import load_tokenizer
 from openv41.presets import NAMES, preset
-from openv41.train.image_samples import read_samples
-from openv41.train.image_shards import prepare_image_shards
+from openv41.train.sample_shards import prepare_sample_shards
+from openv41.train.samples import read_samples
 from openv41.train.token_shards import prepare_shards
 
-data_app = typer.Typer(no_args_is_help=True, help="Prepare text and images for training.")
+data_app = typer.Typer(no_args_is_help=True, help="Prepare text, samples and images for training.")
 
 
 @data_app.callback()
@@ -62,11 +64,33 @@ def images(
     vision = preset(model).vision
     if vision is None:
         raise InputError(f"preset {model} has no vision encoder; choose another --preset")
-    samples = chain.from_iterable(read_samples(file) for file in files)
+    _prepare_samples(files, tokenizer, vision, out, max_tokens)
+
+
+@data_app.command("samples")
+def samples(
+    files: Annotated[
+        list[Path], typer.Argument(help="JSONL or parquet files of conversations or documents.")
+    ],
+    *,
+    tokenizer: Annotated[Path, typer.Option(help="Folder of the tokenizer.")],
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    max_tokens: Annotated[
+        int, typer.Option(help="Samples longer than this are left out.", min=1)
+    ] = 4096,
+) -> None:
+    """Write samples without images as shards: conversations whose answers are learned."""
+    _prepare_samples(files, tokenizer, None, out, max_tokens)
+
+
+def _prepare_samples(
+    files: Sequence[Path], tokenizer: Path, vision: VisionConfig | None, out: Path, max_tokens: int
+) -> None:
+    read = chain.from_iterable(read_samples(file) for file in files)
     with progress() as bar:
         task = bar.add_task("samples", total=None)
-        shards = prepare_image_shards(
-            samples,
+        shards = prepare_sample_shards(
+            read,
             load_tokenizer(tokenizer),
             vision,
             out,
@@ -74,7 +98,8 @@ def images(
             progress=lambda done: bar.update(task, advance=done),
         )
     index = shards.index
+    image_tokens = "" if vision is None else f"{index.image_tokens} image tokens, "
     show_line(
-        f"{out}: {len(shards)} samples, {index.text_tokens} text tokens, {index.image_tokens} "
-        f"image tokens, {index.targets} of them to learn"
+        f"{out}: {len(shards)} samples, {index.text_tokens} text tokens, {image_tokens}"
+        f"{index.targets} of them to learn"
     )

@@ -1,5 +1,6 @@
 """``openv41 train``: a model from text. Report §2.5."""
 
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +20,10 @@ from openv41.train.loop import Run, StoppedError, Trainer
 from openv41.train.malloc import keep_freed_memory
 from openv41.train.processes import join
 from openv41.train.recipes import configure, without_data
-from openv41.train.stages import RECIPES, num_image_tokens, num_tokens
+from openv41.train.sample_shards import SampleShards
+from openv41.train.stages import RECIPES, SFT_STAGE, num_image_tokens, num_tokens
+
+SFT_HELP = f"Sample shards that {SFT_STAGE} learns instead of text, see 'data samples'."
 
 
 class Experts(StrEnum):
@@ -45,6 +49,7 @@ Images = Annotated[
 HeldoutImages = Annotated[
     Path | None, typer.Option(help="Image-text shards to score, never to train.")
 ]
+Sft = Annotated[Path | None, typer.Option(help=SFT_HELP)]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Such as optimizer.lr=3e-4."),
@@ -62,6 +67,7 @@ def train(
     heldout: HeldoutText = None,
     images: Images = None,
     heldout_images: HeldoutImages = None,
+    sft: Sft = None,
     base: Base = None,
     teacher: TeacherWords = None,
     settings: Settings = None,
@@ -90,9 +96,8 @@ def train(
         return
     if data is None or out is None:
         raise InputError("name the token shards with --data and the folder of the run with --out")
-    model, made, token_map = configure(
-        source, data, settings or [], stages=names, images=images is not None
-    )
+    sees = images is not None or _needs_vision(sft, names)
+    model, made, token_map = configure(source, data, settings or [], stages=names, images=sees)
     with join(_prepare(device, made[0].train.cpu_threads)) as processes:
         err.quiet = not processes.is_first
         run = Run(
@@ -105,6 +110,7 @@ def train(
             heldout_images=heldout_images,
             base=base,
             teachers=parse_teachers(teacher or []),
+            sft=sft,
             out=out,
             device=processes.device,
             processes=processes,
@@ -112,6 +118,15 @@ def train(
             wandb=wandb,
         )
         _fit(Trainer(run, resume=resume))
+
+
+def _needs_vision(sft: Path | None, stages: Sequence[str]) -> bool:
+    """Whether the answers to learn are for a model that sees; refuses those of no stage."""
+    if sft is None:
+        return False
+    if SFT_STAGE not in stages:
+        raise InputError(f"--sft is for the stage {SFT_STAGE}; add it to --stages, or leave it out")
+    return SampleShards(sft, verify=False).needs_vision
 
 
 def _prepare(device: str, cpu_threads: int) -> torch.device:
@@ -144,12 +159,13 @@ def _describe(trainer: Trainer) -> str:
     kept = sum(p.numel() for p in model.parameters()) - trained
     why = "frozen" if trainer.train.lora.rank else "routing biases follow the load instead"
     rest = f" ({kept:,} {why})" if kept else ""
-    tokens, images = num_tokens(trainer.run.stages), ""
-    text = tokens
+    tokens, stages, images = num_tokens(trainer.run.stages), trainer.run.stages, ""
+    if trainer.run.sft is not None:
+        stages = tuple(stage for stage in stages if stage.name != SFT_STAGE)
+    text = num_tokens(stages)
     if trainer.images is not None:
-        image_tokens = num_image_tokens(trainer.run.stages)
-        images = f", {image_tokens:,} of them for image-text samples"
-        text -= image_tokens
+        images = f", {num_image_tokens(trainer.run.stages):,} of them for image-text samples"
+        text -= num_image_tokens(stages)
     taught = trainer.train.indexer_loss or trainer.stage.is_contrastive
     indexer = "" if taught else ", the indexer's without a gradient"
     rests = ""

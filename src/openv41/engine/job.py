@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from openv41.engine.images import JobImages
@@ -12,6 +11,7 @@ from openv41.engine.prefix_tree import Node
 from openv41.engine.request import Event, FinishReason, Request, TokenLogprob
 from openv41.engine.sampler import Sampler
 from openv41.engine.stops import TextStream
+from openv41.layers.probe import join_rows
 from openv41.model.prefill import PrefillMode, PromptRows
 
 Sink = Callable[[Event], None]
@@ -87,4 +87,4 @@ class Job:
         """Recorded choices, a row per computed position."""
         if not self.request.record_choices:
             return None
-        return {name: torch.cat(parts) for name, parts in self.choices.items()}
+        return {name: join_rows(parts) for name, parts in self.choices.items()}

@@ -11,7 +11,7 @@ from torch import Tensor
 from openv41 import ops
 from openv41.config import AttentionConfig
 from openv41.layers.batch import Batch
-from openv41.layers.geometry import Entries, Segment, lookback_rows, segments
+from openv41.layers.geometry import Entries, ReplayBounds, Segment, lookback_rows, segments
 from openv41.layers.objectives import LayerLosses
 from openv41.layers.probe import Probe
 from openv41.layers.store import KVStore, Slot, Spans
@@ -56,12 +56,17 @@ class ForwardContext:
         probe: Probe | None = None,
         losses: LayerLosses | None = None,
         *,
+        replay: ReplayBounds | None = None,
         deterministic: bool = False,
     ) -> None:
         assert store is not None or not any(batch.starts), f"no store, but starts {batch.starts}"
+        assert replay is None or len(replay.floors) == len(batch.requests), (
+            f"{len(replay.floors)} floors for {len(batch.requests)} requests"
+        )
         self.batch = batch
         self.store = store
         self.losses = losses  # None where nobody asks for any
+        self.replay = replay  # None where every row counts and every window is whole
         self.deterministic = deterministic
         self._attention = attention
         self._probe = probe
@@ -69,7 +74,8 @@ class ForwardContext:
         self._frequencies: dict[bool, Tensor] = {}
         self._ropes: dict[tuple[str, bool], Tensor] = {}
         self._segments: dict[int, list[Segment]] = {}
-        self._windows: dict[tuple[int, ...], ops.Keys] = {}
+        self._windows: dict[tuple[tuple[int, ...], tuple[int, ...] | None], ops.Keys] = {}
+        self._counted: dict[int, Tensor | None] = {}
         self._orders: dict[tuple[int, ...], Tensor] = {}
         self._all_rows: dict[Slot, Tensor] = {}  # of slots that somebody reads whole
         self.selections: dict[int, Selection] = {}  # by index source
@@ -158,10 +164,20 @@ class ForwardContext:
         """Write a row per new token; return the window context and what each token sees of it."""
         reach = self._attention.window_size
         past = self._past(slot, reach)
-        if past not in self._windows:
-            rows = lookback_rows(self.batch, reach, past)
-            self._windows[past] = ops.plan_keys(rows, deterministic=self.deterministic)
-        return self._with_past(slot, new, unrounded, past), self._windows[past]
+        floors = None if self.replay is None else self.replay.window_floors(slot.layer)
+        if (past, floors) not in self._windows:
+            rows = lookback_rows(self.batch, reach, past, floors)
+            planned = ops.plan_keys(rows, deterministic=self.deterministic)
+            self._windows[past, floors] = planned
+        return self._with_past(slot, new, unrounded, past), self._windows[past, floors]
+
+    def counted_rows(self, layer: int) -> Int[Tensor, " rows"] | None:
+        """Rows whose losses and loads count in a layer; None for all."""
+        if self.replay is None:
+            return None
+        if layer not in self._counted:
+            self._counted[layer] = self.replay.counted_rows(self.batch, layer)
+        return self._counted[layer]
 
     def look_back(self, slot: Slot, new: Tensor, reach: int) -> Int[Tensor, "T reach"]:
         """Write a number per new token; return those of the last ``reach`` positions, or -1."""

@@ -131,6 +131,7 @@ class CSA2Attention(Float32Islands):
         if ctx.losses is not None and ctx.losses.wanted.indexer:
             rows = ctx.selections[layer].rows
             ctx.losses.scores[layer] = self.indexer.selected_scores(x, q_latent, rows, ctx)
+            ctx.losses.rows[layer] = ctx.counted_rows(layer)
 
     def _teach(
         self,

@@ -13,6 +13,7 @@ from openv41.layers.context import ForwardContext
 from openv41.layers.factory import Factory
 from openv41.layers.islands import Float32Islands, island
 from openv41.layers.quantized_linear import QuantizedLinear, QuantizedWeight
+from openv41.layers.rounding import round_expert_weight
 from openv41.ops.precision import widened
 
 
@@ -92,7 +93,7 @@ class RoutedExperts(nn.Module):
     ) -> list[Tensor]:
         """Feed each of some experts its rows."""
         dtype = inputs[0].dtype
-        w1, w3, w2 = (_pick(stack.value(dtype), experts) for stack in self.stacks())
+        w1, w3, w2 = (_pick(self._value(stack, dtype), experts) for stack in self.stacks())
         gate = [self._product(*pair) for pair in zip(inputs, w1, strict=True)]
         up = [self._product(*pair) for pair in zip(inputs, w3, strict=True)]
         hidden = ops.clamped_swiglu(
@@ -103,6 +104,11 @@ class RoutedExperts(nn.Module):
             deterministic=self.numerics.deterministic,
         ).split([len(rows) for rows in inputs])
         return [self._product(*pair) for pair in zip(hidden, w2, strict=True)]
+
+    def _value(self, stack: QuantizedWeight, dtype: torch.dtype) -> Float[Tensor, "..."]:
+        """Weights of all experts, rounded where the numerics say so and they are not already."""
+        value = stack.value(dtype)
+        return value if stack.is_stored else round_expert_weight(value, self.numerics)
 
     def _product(self, rows: Tensor, weight: Tensor) -> Tensor:
         numerics = self.numerics
@@ -174,15 +180,25 @@ class MixtureOfExperts(nn.Module):
             ctx.observe(name, scores + bias)
         chosen = ops.choose_experts(scores.detach(), bias, moe.top_k)
         chosen = ctx.observe(f"layers.{self.layer}.expert_ids", chosen).long()
-        ctx.expert_counts[self.layer] = _count(chosen, ctx.is_image, moe.num_experts)
-        if ctx.losses is not None and ctx.losses.wanted.balance:
-            ctx.losses.balance[self.layer] = ops.sequence_balance(
-                scores, chosen, ctx.batch.request_rows, len(ctx.batch.requests)
-            )
+        self._measure(scores, chosen, ctx)
         weights = ops.expert_weights(
             scores, chosen, normalise=moe.norm_top_k_prob, scale=moe.route_scale
         )
         return chosen, ctx.observe(f"layers.{self.layer}.expert_weights", weights)
+
+    def _measure(
+        self, scores: Float[Tensor, "T E"], chosen: Int[Tensor, "T A"], ctx: ForwardContext
+    ) -> None:
+        """Count loads, and hand in the balance loss, of the rows that count."""
+        sequences, is_image, share = ctx.batch.request_rows, ctx.is_image, 1.0
+        if (rows := ctx.counted_rows(self.layer)) is not None:
+            share = len(rows) / len(scores)  # the others are zeros of the mean over all tokens
+            scores, chosen, sequences = scores[rows], chosen[rows], sequences[rows]
+            is_image = None if is_image is None else is_image[rows]
+        ctx.expert_counts[self.layer] = _count(chosen, is_image, self.moe.num_experts)
+        if ctx.losses is not None and ctx.losses.wanted.balance:
+            loss = ops.sequence_balance(scores, chosen, sequences, len(ctx.batch.requests))
+            ctx.losses.balance[self.layer] = share * loss
 
 
 def _pick(stack: Float[Tensor, "E rows columns"], experts: list[int]) -> list[Tensor]:

@@ -5,7 +5,7 @@ context are addressed by these tables; -1 is never a row.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -16,17 +16,58 @@ from openv41.layers.batch import Batch
 from openv41.layers.store import Spans
 
 
-def lookback_rows(batch: Batch, reach: int, past: Sequence[int]) -> Int[Tensor, "T W"]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayBounds:
+    """Decoder SWA Bounded Replay inside a forward over whole texts. Report §2.2, §3.2.2.
+
+    Serving computes, from some layer on, only the rows of a request from its ``floor`` on: rows
+    there see no window KV from before. Here the rows before it are computed too; nobody sees them
+    where windows are bounded, and they count for nothing.
+    """
+
+    floors: tuple[int, ...]  # of each request, a position
+    first_layer: int  # from here on rows before the floor count for nothing
+    first_bounded: int  # from here on no row at or behind the floor sees window KV before it
+
+    def beside(self, other: "ReplayBounds") -> "ReplayBounds":
+        """The bounds of both's requests."""
+        mine, theirs = ((b.first_layer, b.first_bounded) for b in (self, other))
+        assert mine == theirs, f"bounds of layers {mine} beside those of {theirs}"
+        return replace(self, floors=self.floors + other.floors)
+
+    def part(self, first: int, last: int) -> "ReplayBounds":
+        """The bounds of requests ``first`` to ``last`` - 1."""
+        return replace(self, floors=self.floors[first:last])
+
+    def window_floors(self, layer: int) -> tuple[int, ...] | None:
+        """Where the windows of a layer end; None where they are whole."""
+        return self.floors if layer >= self.first_bounded and any(self.floors) else None
+
+    def counted_rows(self, batch: Batch, layer: int) -> Int[Tensor, " rows"] | None:
+        """Rows that serving computes in a layer; None for all."""
+        if layer < self.first_layer or not any(self.floors):
+            return None
+        return (batch.positions >= batch.per_token(self.floors)).nonzero()[:, 0]
+
+
+def lookback_rows(
+    batch: Batch, reach: int, past: Sequence[int], floors: Sequence[int] | None = None
+) -> Int[Tensor, "T W"]:
     """Context rows of the last ``reach`` positions of each token, oldest first, itself last.
 
-    The context holds ``past`` stored positions of each request before its new ones.
+    The context holds ``past`` stored positions of each request before its new ones. Tokens from
+    the floor of their request on see nothing before it.
     """
     sizes = [p + n for p, n in zip(past, batch.counts, strict=True)]
     first = [0, *accumulate(sizes)][:-1]
     anchor = [f + p - s for f, p, s in zip(first, past, batch.starts, strict=True)]
     own = batch.positions + batch.per_token(anchor)
     rows = own[:, None] + torch.arange(1 - reach, 1, device=batch.device)
-    return rows.masked_fill(rows < batch.per_token(first)[:, None], -1)
+    lowest = batch.per_token(first)
+    if floors is not None:
+        floor = batch.per_token([a + f for a, f in zip(anchor, floors, strict=True)])
+        lowest = torch.where(own < floor, lowest, lowest.maximum(floor))
+    return rows.masked_fill(rows < lowest[:, None], -1)
 
 
 @dataclass(frozen=True, eq=False)

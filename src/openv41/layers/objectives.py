@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
@@ -51,6 +51,7 @@ class LayerLosses:
     def __init__(self, wanted: Objectives) -> None:
         self.wanted = wanted
         self.scores: dict[int, Float[Tensor, "T K"]] = {}  # of selections, by index source
+        self.rows: dict[int, Int[Tensor, " rows"] | None] = {}  # of them, those that count
         self.masses: dict[int, dict[int, Float[Tensor, "T K"]]] = {}  # by index source, by layer
         self.balance: dict[int, Float[Tensor, ""]] = {}  # by layer
 
@@ -60,13 +61,18 @@ class LayerLosses:
         return plan.is_index_source if wanted == "own" else wanted == "mean" and plan.ratio > 0
 
     def total(self) -> Losses:
-        """Add up what was handed in."""
+        """Add up what was handed in; rows that do not count are zeros of the mean."""
         divergences = [
-            ops.selection_divergence(scores, _mean_share(list(self.masses[source].values())))
-            / max(1, len(scores))
+            ops.selection_divergence(*self._pair(source)) / max(1, len(scores))
             for source, scores in self.scores.items()
         ]
         return Losses(indexer=_sum(divergences), balance=_sum(list(self.balance.values())))
+
+    def _pair(self, source: int) -> tuple[Float[Tensor, "rows K"], Float[Tensor, "rows K"]]:
+        """Student and teachers of a selection."""
+        scores, share = self.scores[source], _mean_share(list(self.masses[source].values()))
+        rows = self.rows.get(source)
+        return (scores, share) if rows is None else (scores[rows], share[rows])
 
 
 def _mean_share(masses: list[Float[Tensor, "T K"]]) -> Float[Tensor, "T K"]:

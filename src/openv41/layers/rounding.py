@@ -37,6 +37,16 @@ def round_main_kv(x: Tensor, numerics: NumericsConfig) -> Tensor:
     )
 
 
+def round_expert_weight(w: Tensor, numerics: NumericsConfig) -> Tensor:
+    """FP4 with a power-of-two scale per 32 columns, as the released checkpoint has it."""
+    return _round(
+        w,
+        numerics.expert_weights,
+        quantize.fake_fp4_rows,
+        lambda v: quantize.dequantize_fp4_rows(*quantize.quantize_fp4_rows(v), dtype=v.dtype),
+    )
+
+
 def round_index(x: Tensor, numerics: NumericsConfig) -> Tensor:
     """MXFP4: FP4 with a power-of-two scale per 32."""
     return _round(

@@ -23,6 +23,7 @@ from openv41.layers.csa2 import CSA2Attention
 from openv41.layers.engram import Engram
 from openv41.layers.experts import MixtureOfExperts
 from openv41.layers.factory import Factory
+from openv41.layers.geometry import ReplayBounds
 from openv41.layers.objectives import LayerLosses, Losses, Objectives
 from openv41.layers.probe import Probe
 from openv41.layers.quantized_linear import RMSNorm
@@ -193,20 +194,22 @@ class CausalEncoderDecoder(nn.Module):
         rows: Sequence[LayerRows] | None = None,
         probe: Probe | None = None,
         objectives: Objectives | None = None,
+        replay: ReplayBounds | None = None,
         recompute: bool = False,
     ) -> Output:
         """Run every layer on every token of the batch, or each layer on its ``rows``.
 
-        With ``recompute`` only the streams between layers are kept for the backward pass, which
-        runs each layer once more (activation checkpointing).
+        With ``replay`` whole texts see what they would see after a bounded prefill. With
+        ``recompute`` only the streams between layers are kept for the backward pass, which runs
+        each layer once more (activation checkpointing).
 
-        Raises InputError for token ids outside the vocabulary, for image tokens without embeddings,
-        for positions beyond a request's stored length and for ``objectives`` of a part of a text.
+        Raises InputError for token ids outside the vocabulary, image tokens without embeddings,
+        positions beyond a request's stored length, ``objectives`` or ``replay`` of part of a text.
         """
-        if objectives is not None and not (store is None and rows is None):
-            raise InputError("objectives: need whole texts; leave out store and rows")
+        if (objectives or replay) is not None and not (store is None and rows is None):
+            raise InputError("objectives and replay need whole texts; leave out store and rows")
         losses = None if objectives is None else LayerLosses(objectives)
-        ctx = self.context(batch, store, probe, losses)
+        ctx = self.context(batch, store, probe, losses, replay)
         for engram in self.engrams():
             engram.prefetch(ctx)
         x, a = self.first_streams(batch, ctx)
@@ -241,6 +244,7 @@ class CausalEncoderDecoder(nn.Module):
         store: KVStore | None = None,
         probe: Probe | None = None,
         losses: LayerLosses | None = None,
+        replay: ReplayBounds | None = None,
     ) -> ForwardContext:
         """Check a batch and prepare what its layers share."""
         ids, config = batch.token_ids, self.config
@@ -252,9 +256,15 @@ class CausalEncoderDecoder(nn.Module):
         self._check_starts(batch, store)
         is_image = ids == config.image_token_id
         self._check_images(batch, int(is_image.sum()))
-        deterministic = self.numerics.deterministic
-        attention = config.attention
-        ctx = ForwardContext(batch, attention, store, probe, losses, deterministic=deterministic)
+        ctx = ForwardContext(
+            batch,
+            config.attention,
+            store,
+            probe,
+            losses,
+            replay=replay,
+            deterministic=self.numerics.deterministic,
+        )
         if batch.image_embeds is not None:
             ctx.is_image = is_image
         self._look_back(ctx, is_image)

@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from openv41.config import ModelConfig
 from openv41.errors import InputError
+from openv41.layers.geometry import ReplayBounds
 from openv41.plan import plan_layers
 
 
@@ -132,6 +133,25 @@ def prompt_rows(
     else:
         start, firsts = 0, tuple(max(0, n) for n in needed)
     return PromptRows(start=start, firsts=firsts, cut=cut)
+
+
+def replay_bounds(
+    config: ModelConfig, prompts: Sequence[int], *, cut: int, variant: ReplayVariant
+) -> ReplayBounds:
+    """What a ``bounded`` prefill of prompts of these lengths leaves, for one forward over texts.
+
+    Of a prompt of P tokens the last is at position P - 1, and rows P - W to P - 1 are replayed;
+    later rows see them as they were replayed.
+    """
+    rows = [
+        prompt_rows(config, PrefillMode.BOUNDED, length, cut=cut, variant=variant)
+        for length in prompts
+    ]
+    return ReplayBounds(
+        floors=tuple(prompt.firsts[cut] for prompt in rows),
+        first_layer=cut,
+        first_bounded=cut if variant is ReplayVariant.ALL_BOUNDED else cut + 1,
+    )
 
 
 def first_needed(config: ModelConfig, length: int, cut: int, known: int) -> list[int]:

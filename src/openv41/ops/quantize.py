@@ -182,6 +182,11 @@ def dequantize_fp4_rows(
     return dequantize_mxfp4(packed, scales, dtype)
 
 
+def fake_fp4_rows(w: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows D"]:
+    """Value of ``w`` after ``quantize_fp4_rows``, straight-through."""
+    return _straight_through(w, _fake_fp4_weight)
+
+
 def quantize_fp8_rows(
     w: Float[Tensor, "*rows D"],
 ) -> tuple[Float[Tensor, "*rows D"], Shaped[Tensor, "*rows blocks"]]:
@@ -285,6 +290,11 @@ def _rescale(elements: Tensor, scales: Tensor, size: int, dtype: torch.dtype) ->
 def _fake_power_of_two(x: Tensor, element: _Element) -> Tensor:
     r, scales = _round_activation(x, element)
     return _unblock(r.mul_(scales.to(r.dtype).unsqueeze(-1)), x.shape[-1]).to(x.dtype)
+
+
+def _fake_fp4_weight(w: Tensor) -> Tensor:
+    r, scales = _round_weight(w, _FP4)
+    return _unblock(r.mul_(scales.to(r.dtype).unsqueeze(-1)), w.shape[-1]).to(w.dtype)
 
 
 def _fake_main_kv(x: Tensor) -> Tensor:

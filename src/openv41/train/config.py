@@ -5,9 +5,9 @@ A run counts tokens, never seconds: the same settings give the same run on any m
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
-from openv41.config import NUMERICS, NumericsConfig
+from openv41.config import NUMERICS, NumericsConfig, Rounding
 from openv41.errors import ConfigError
 from openv41.layers.objectives import Objectives, Teacher
 
@@ -70,6 +70,7 @@ class OptimizerConfig:
             raise ConfigError("optimizer", problems)
 
 
+BoundedReplay = Literal["off", "first_layer_full_window", "all_bounded"]
 _CHOICES = {
     "matrix_update": ("muon", "adamw"),
     "token_update": ("sinkhorn", "adamw"),
@@ -121,7 +122,9 @@ class TrainConfig:
     learn_image_tokens: bool = False  # also predict the tokens of image spans
     freeze_vision: bool | None = None  # until the decay; None: if a stage before trained it
     numerics: Numerics = "f32"  # qat rounds caches as serving does; weights stay float32
+    expert_fp4: bool = False  # routed experts compute with their weights rounded to FP4
     restrict_candidates: bool = False  # Reindex layers choose among their candidate pool alone
+    bounded_replay: BoundedReplay = "off"  # or how windows are cut, as behind a prompt in serving
     micro_batch_tokens: int = 0  # that run at a time, of a batch; 0 for all
     activation_checkpointing: bool = False  # keep only the streams between layers
     update_rms_steps: int = 50  # between measurements of the updates' size; 0 for none
@@ -181,12 +184,21 @@ class TrainConfig:
             problems.append(f"decay is {self.decay!r}, must be linear or cosine")
         if self.indexer_teacher not in ("own", "mean"):
             problems.append(f"indexer_teacher is {self.indexer_teacher!r}, must be own or mean")
+        if self.bounded_replay not in get_args(BoundedReplay):
+            listed = ", ".join(get_args(BoundedReplay))
+            problems.append(f"bounded_replay is {self.bounded_replay!r}, must be one of {listed}")
         if not 0 < self.image_share < 1:
             problems.append(f"image_share is {self.image_share}, must be above 0 and below 1")
         if not 0 <= self.final_lr_factor <= 1:
             problems.append(f"final_lr_factor is {self.final_lr_factor}, must be from 0 to 1")
         if problems:
             raise ConfigError("train", problems)
+
+    @property
+    def rounding(self) -> NumericsConfig:
+        """Where the forward rounds."""
+        expert_weights: Rounding = "fake" if self.expert_fp4 else "off"
+        return replace(NUMERICS_OF[self.numerics], expert_weights=expert_weights)
 
     @property
     def objectives(self) -> Objectives | None:

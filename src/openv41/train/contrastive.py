@@ -125,12 +125,13 @@ class Pairs:
     @classmethod
     def of(cls, packed: PackedBatch) -> "Pairs":
         """What a batch of documents holds, each with one image: its text is what is learned."""
-        pixels, targets = packed.pixels, packed.targets
+        pixels, weights = packed.pixels, packed.weights
         assert pixels is not None, "documents without an image"
-        assert targets is not None, "documents that are text alone"
+        assert weights is not None, "documents that are text alone"
+        learned = weights > 0
         assert all(len(grids) == 1 for grids in packed.grids), "a document with several images"
-        lengths = tuple(int(own.sum()) for own in targets.split(list(packed.lengths)))
-        return cls(pixels, packed.images, packed.ids[targets], lengths)
+        lengths = tuple(int(own.sum()) for own in learned.split(list(packed.lengths)))
+        return cls(pixels, packed.images, packed.ids[learned], lengths)
 
 
 class ContrastiveModel(nn.Module):

@@ -21,8 +21,8 @@ from openv41.io.checkpoint import load_model
 from openv41.io.hf_config import read_config
 from openv41.io.tokenizer import TextTokenizer, load_tokenizer
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder, Head
-from openv41.train.image_shards import pixel_settings
 from openv41.train.packed_batch import PackedBatch
+from openv41.train.sample_shards import pixel_settings
 from openv41.train.stages import Stage
 
 

@@ -9,10 +9,10 @@ from openv41.io.tokenizer import TextTokenizer
 from openv41.layers.batch import Batch
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.train.data import EvaluationWindow, bits_per_byte, evaluation_windows
-from openv41.train.image_batches import pack_samples
-from openv41.train.image_shards import ImageShards
 from openv41.train.packed_batch import PackedBatch
 from openv41.train.processes import Processes
+from openv41.train.sample_batches import pack_samples
+from openv41.train.sample_shards import SampleShards
 from openv41.train.step import next_tokens
 from openv41.train.token_shards import TokenShards
 
@@ -57,7 +57,7 @@ class HeldOut:
 class HeldOutImages:
     """Image-text samples spread evenly over held-out shards, of about ``num_tokens`` tokens."""
 
-    def __init__(self, shards: ImageShards, *, num_tokens: int, forward_tokens: int) -> None:
+    def __init__(self, shards: SampleShards, *, num_tokens: int, forward_tokens: int) -> None:
         total = sum(shards.lengths)
         wanted = max(1, min(len(shards), len(shards) * num_tokens // total))
         self.chosen = [index * len(shards) // wanted for index in range(wanted)]
@@ -71,7 +71,9 @@ class HeldOutImages:
         for place in _places(len(parts), processes):
             part = parts[min(place, len(parts) - 1)]
             ids = part.ids.to(model.norm.weight.device)
-            rows, targets = next_tokens(ids, part.lengths, part.targets)
+            weights = part.target_weights(None)
+            learned = None if weights is None else weights > 0
+            rows, targets = next_tokens(ids, part.lengths, learned)
             losses = model.head.loss(model(part.for_model(model)).hidden[rows], targets).each
             if place < len(parts):
                 figures += figures.new_tensor([float(losses.double().sum()), len(targets)])

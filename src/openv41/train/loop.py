@@ -43,8 +43,6 @@ from openv41.train.data import TrainingBatches
 from openv41.train.distill import TeacherSpec, open_teachers
 from openv41.train.evaluate import HeldOut, HeldOutImages
 from openv41.train.freezing import is_frozen
-from openv41.train.image_batches import ImageBatches, PairBatches
-from openv41.train.image_shards import ImageShards
 from openv41.train.lora import merged_state, save_adapter
 from openv41.train.metrics import LOG_FILE, RunLog, Sink, StepRecord
 from openv41.train.mixes import check_mixes
@@ -52,8 +50,10 @@ from openv41.train.optimizer import Optimizers
 from openv41.train.packed_batch import PackedBatch
 from openv41.train.parallel import ExpertPlacement, distribute
 from openv41.train.processes import Processes
+from openv41.train.sample_batches import PairBatches, SampleBatches
+from openv41.train.sample_shards import SampleShards
 from openv41.train.spikes import SpikeWatch, read_losses
-from openv41.train.stages import Place, Stage, num_steps, place_of
+from openv41.train.stages import SFT_STAGE, Place, Stage, num_steps, place_of
 from openv41.train.starting_point import make_model
 from openv41.train.step import DivergedError, StepResult, train_step
 from openv41.train.token_shards import INDEX_FILE, TokenShards
@@ -91,6 +91,7 @@ class Run:
     heldout_images: Path | None = None
     base: Path | None = None  # checkpoint whose weights the run starts from; None: random ones
     teachers: tuple[TeacherSpec, ...] = ()
+    sft: Path | None = None  # samples that the stage SFT_STAGE takes instead of text
     out: Path
     device: torch.device
     processes: Processes = ALONE
@@ -107,6 +108,7 @@ class Run:
             "heldout": _data_hash(self.heldout),
             "images": _data_hash(self.images),
             "heldout images": _data_hash(self.heldout_images),
+            "sft": _data_hash(self.sft),
             "from": None if self.base is None else checkpoint_hash(self.base),
             "teachers": {checkpoint_hash(spec.checkpoint): spec.weight for spec in self.teachers},
         }
@@ -294,14 +296,7 @@ class Trainer:
         """
         self.stage, run, seed = place.stage, self.run, place.stage.train.seed + place.number
         self.images = self._open_images(seed)
-        shares = self.images is not None and not self.stage.is_contrastive
-        room = self.train.image_tokens if shares else 0
-        self.batches = TrainingBatches(
-            self.shards,
-            sequence_length=self.train.sequence_length,
-            batch_tokens=self.train.batch_tokens - room,
-            seed=seed,
-        )
+        self.batches = self._open_batches(seed)
         self.heldout = self._open_heldout()
         self.heldout_images = self._open_heldout_images()
         self.model = make_model(
@@ -371,30 +366,50 @@ class Trainer:
             raise ConfigError(f"{out} cannot be resumed: it is another run", problems)
         return state
 
-    def _open_images(self, seed: int) -> ImageBatches | PairBatches | None:
+    def _open_images(self, seed: int) -> SampleBatches | PairBatches | None:
         if self.run.images is None:
             return None
-        shards, room = self._image_shards(self.run.images), self.stage.image_tokens
+        shards, room = self._open_image_shards(self.run.images), self.stage.image_tokens
         if self.stage.is_contrastive:
             return PairBatches(shards, batch_tokens=room, seed=seed)
-        return ImageBatches(shards, bin_tokens=room, seed=seed)
+        return SampleBatches(shards, bin_tokens=room, seed=seed)
+
+    def _open_batches(self, seed: int) -> TrainingBatches | SampleBatches:
+        """What stands beside the images."""
+        train = self.train
+        shares = self.images is not None and not self.stage.is_contrastive
+        room = train.batch_tokens - (train.image_tokens if shares else 0)
+        if self.run.sft is not None and self.stage.name == SFT_STAGE:
+            return SampleBatches(self._open_samples(self.run.sft), bin_tokens=room, seed=seed)
+        return TrainingBatches(
+            self.shards, sequence_length=train.sequence_length, batch_tokens=room, seed=seed
+        )
+
+    def _open_samples(self, folder: Path) -> SampleShards:
+        shards = SampleShards(folder)
+        shards.check(self.tokenizer, self.run.model.vision)
+        longest, most = max(shards.lengths), self.run.model.max_position
+        if longest > most:
+            raise InputError(
+                f"{folder} holds a sample of {longest} tokens, the model allows {most} "
+                "(model.max_position); prepare the samples with a smaller --max-tokens"
+            )
+        return shards
 
     def _open_heldout_images(self) -> HeldOutImages | None:
         if self.run.heldout_images is None or self.stage.makes_encoder:
             return None
         return HeldOutImages(
-            self._image_shards(self.run.heldout_images),
+            self._open_image_shards(self.run.heldout_images),
             num_tokens=self.train.heldout_tokens,
             forward_tokens=self.train.batch_tokens,
         )
 
-    def _image_shards(self, folder: Path) -> ImageShards:
-        vision, shards = self.run.model.vision, ImageShards(folder)
-        if vision is None:
+    def _open_image_shards(self, folder: Path) -> SampleShards:
+        if self.run.model.vision is None:
             problem = f"the model has no vision encoder for {folder}; train on --images too"
             raise ConfigError("train", [problem])
-        shards.check(self.tokenizer, vision)
-        return shards
+        return self._open_samples(folder)
 
     def _open_heldout(self) -> HeldOut | None:
         if self.run.heldout is None or self.stage.makes_encoder:
@@ -419,7 +434,7 @@ def _data_hash(folder: Path | None) -> str | None:
     except OSError as error:
         raise DataError(
             f"{folder / INDEX_FILE}: cannot read the index of the shards: {error.strerror}; make "
-            "them with 'openv41 data prepare', or 'openv41 data images' for images"
+            "them with 'openv41 data prepare', or samples with 'openv41 data samples' or 'images'"
         ) from None
 
 

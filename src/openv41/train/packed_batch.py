@@ -4,12 +4,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Int, UInt8
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from openv41.image_grid import ImageGrid
 from openv41.io.image_processor import scale_pixels
 from openv41.layers.batch import Batch
+from openv41.layers.geometry import ReplayBounds
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 
 
@@ -17,15 +18,18 @@ from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 class PackedBatch:
     """Documents, or pieces of them, one after the other; none sees another one.
 
-    ``targets`` says which tokens are learned, None all of them. ``grids`` holds the images of each
-    document, and is empty where none has any; ``pixels`` holds the patches of all images.
+    ``weights`` says how much each token counts as a target, 0 for one that is not learned; None is
+    1 for all. ``grids`` holds the images of each document, and is empty where none has any;
+    ``pixels`` holds the patches of all images. ``replay`` is the prefill that the documents stand
+    behind, None where there is none.
     """
 
     ids: Int[Tensor, " T"]
     lengths: tuple[int, ...]
-    targets: Bool[Tensor, " T"] | None = None
+    weights: Float[Tensor, " T"] | None = None
     pixels: UInt8[Tensor, "patches 3 side side"] | None = None
     grids: tuple[tuple[ImageGrid, ...], ...] = ()
+    replay: ReplayBounds | None = None
 
     @property
     def images(self) -> tuple[ImageGrid, ...]:
@@ -44,11 +48,18 @@ class PackedBatch:
             embeds = model.vision(scale_pixels(self.pixels.to(device)), self.images)
         return Batch.packed(self.ids.to(device), self.lengths, embeds)
 
-    def learned(self, also: int | None) -> Bool[Tensor, " T"] | None:
-        """Which tokens are learned, with those of the id ``also``; None for all."""
-        if self.targets is None or also is None:
-            return self.targets
-        return self.targets | (self.ids == also)
+    def target_weights(self, also: int | None) -> Float[Tensor, " T"] | None:
+        """Weight of each token as a target, 1 for those of the id ``also``; None: 1 for all.
+
+        0 where a row predicts it that the simulated prefill does not compute.
+        """
+        weights = self.weights
+        if weights is not None and also is not None:
+            weights = weights.masked_fill(self.ids == also, 1.0)
+        if self.replay is None:
+            return weights
+        given = torch.ones(len(self.ids)) if weights is None else weights
+        return given.masked_fill(self._before(self.replay.floors), 0.0)
 
     def has_images(self) -> Bool[Tensor, " T"]:
         """Whether the document of each token holds an image."""
@@ -56,18 +67,22 @@ class PackedBatch:
         return found.repeat_interleave(torch.tensor(self.lengths))
 
     def beside(self, other: "PackedBatch") -> "PackedBatch":
-        """Both batches as one."""
-        targets = [
-            torch.ones(len(b.ids), dtype=torch.bool) if b.targets is None else b.targets
-            for b in (self, other)
+        """Both batches as one; both stand behind a prefill, or none does."""
+        assert (self.replay is None) == (other.replay is None), "one of two stands behind a prefill"
+        replay = None
+        if self.replay is not None and other.replay is not None:
+            replay = self.replay.beside(other.replay)
+        weights = [
+            torch.ones(len(b.ids)) if b.weights is None else b.weights for b in (self, other)
         ]
         pixels = [b.pixels for b in (self, other) if b.pixels is not None]
         return PackedBatch(
             torch.cat([self.ids, other.ids]),
             self.lengths + other.lengths,
-            torch.cat(targets),
+            torch.cat(weights),
             torch.cat(pixels) if pixels else None,
             self._grids() + other._grids(),
+            replay,
         )
 
     def split(self, most: int) -> Iterator["PackedBatch"]:
@@ -102,6 +117,11 @@ class PackedBatch:
             first = first.beside(other)
         return first
 
+    def _before(self, floors: tuple[int, ...]) -> Bool[Tensor, " T"]:
+        """Whether a row before the floor of its document predicts a token."""
+        pairs = zip(self.lengths, floors, strict=True)
+        return torch.cat([torch.arange(n) <= floor for n, floor in pairs]).to(self.ids.device)
+
     def _grids(self) -> tuple[tuple[ImageGrid, ...], ...]:
         return self.grids or ((),) * len(self.lengths)
 
@@ -113,9 +133,10 @@ class PackedBatch:
         return PackedBatch(
             self.ids[tokens],
             self.lengths[first:last],
-            None if self.targets is None else self.targets[tokens],
+            None if self.weights is None else self.weights[tokens],
             self.pixels[patches] if self.pixels is not None and has_pixels else None,
             grids[first:last],
+            None if self.replay is None else self.replay.part(first, last),
         )
 
 

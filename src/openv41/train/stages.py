@@ -2,8 +2,9 @@
 
 A vision encoder is made first, if at all: from pairs of images and texts, then attached to a small
 language model, which is dropped. Pre-training rounds no cache and restricts no indexer. Context
-extension goes on with longer sequences. Post-training rounds caches and index keys and restricts
-the deeper indexers to their candidates, as serving does.
+extension goes on with longer sequences. Post-training does as serving does: it rounds caches, index
+keys and experts' weights, restricts the deeper indexers to their candidates and cuts windows behind
+a prompt.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from openv41.errors import ConfigError
 from openv41.train.config import TrainConfig
 
 ENCODER_STAGES = ("vision", "vision-lm")  # of these models the vision encoder alone goes on
+SFT_STAGE = "posttrain"  # the one that takes answers to learn instead of text, where there are any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +96,7 @@ def extend(base: TrainConfig) -> TrainConfig:
 
 
 def posttrain(base: TrainConfig) -> TrainConfig:
-    """A tenth of the tokens at a tenth of the learning rate, with the caches of serving."""
+    """A tenth of the tokens at a tenth of the learning rate; caches and windows of serving."""
     return replace(
         base,
         tokens=max(base.tokens // 10, base.batch_tokens),
@@ -102,7 +104,9 @@ def posttrain(base: TrainConfig) -> TrainConfig:
         hold_tokens=0,
         tail_tokens=0,
         numerics="bf16qat" if base.numerics.startswith("bf16") else "f32qat",
+        expert_fp4=True,
         restrict_candidates=True,
+        bounded_replay="first_layer_full_window",
         optimizer=replace(base.optimizer, lr=base.optimizer.lr / 10),
     )
 

@@ -10,10 +10,10 @@ from openv41.config import ModelConfig
 from openv41.io.checkpoint import load_model
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.model.init import init_weights
-from openv41.train.config import NUMERICS_OF
 from openv41.train.contrastive import ContrastiveModel
 from openv41.train.lora import adapt
 from openv41.train.parallel import StageModel
+from openv41.train.replay_simulation import warn_without_cut
 from openv41.train.stages import Stage
 
 
@@ -31,11 +31,12 @@ def make_model(
     Weights are those of the checkpoint ``base``, dequantised, or else depend on the seed and the
     shapes alone.
     """
-    config, numerics = stage.own_model(whole), NUMERICS_OF[stage.train.numerics]
+    config, numerics = stage.own_model(whole), stage.train.rounding
     if stage.is_contrastive:
         pairs = ContrastiveModel(config, numerics, device=device, dtype=torch.float32)
         pairs.init(seed)
         return pairs
+    warn_without_cut(config, stage.train)
     model = CausalEncoderDecoder(config, numerics, device=device, dtype=torch.float32)
     if token_map is not None and config.engram is not None:
         model.set_token_map(token_map)

@@ -19,6 +19,7 @@ from openv41.train.freezing import freeze
 from openv41.train.optimizer import Optimizers
 from openv41.train.packed_batch import PackedBatch
 from openv41.train.processes import Processes
+from openv41.train.replay_simulation import simulate_replay
 from openv41.train.schedule import lr_factor
 
 
@@ -68,6 +69,7 @@ def train_step(
     losses, gradients and loads are those of the whole.
     """
     freeze(optimizer, config, step)
+    packed = simulate_replay(packed, model.config, config, step)
     sums = Sums(model, packed, config, teachers)
     own, idle = own_parts(packed, config.micro_batch_tokens, optimizer.processes)
     for part in own:
@@ -127,6 +129,7 @@ class _Ran(NamedTuple):
     out: Output
     nats: Float[Tensor, " targets"]  # of the language model
     kinds: Int[Tensor, " targets"]  # 1 for targets in documents with an image
+    weights: Float[Tensor, " targets"]
     divergence: Float[Tensor, ""] | None  # from the teachers, summed over the targets
 
 
@@ -144,9 +147,10 @@ class Sums:
         self.device = model.norm.weight.device
         self._also = model.config.image_token_id if config.learn_image_tokens else None
         self.num_tokens = len(packed.ids)
-        self.num_targets = len(self._targets(packed)[0])
+        weights = self._targets(packed)[2]
+        self.num_targets, self.total_weight = len(weights), float(weights.sum())
         self.nats = torch.zeros(2, dtype=torch.float64)  # of text, of documents with images
-        self.counts = torch.zeros(2, dtype=torch.int64)
+        self.counts = torch.zeros(2, dtype=torch.float64)  # their targets' weights
         self.loads: dict[int, Tensor] = {}
         self.indexer: float | None = None
         self.balance: float | None = None
@@ -154,8 +158,8 @@ class Sums:
 
     @property
     def loss(self) -> float:
-        """Mean over all targets, in nats."""
-        return float(self.nats.sum() / max(1, self.num_targets))
+        """Mean over all targets by their weights, in nats."""
+        return float(self.nats.sum() / (self.total_weight or 1))
 
     def by_modality(self) -> dict[str, float]:
         """Mean loss of each kind of document that occurs."""
@@ -164,9 +168,9 @@ class Sums:
 
     def add(self, part: PackedBatch) -> None:
         """Run a part forward and backward."""
-        out, nats, kinds, divergence = self._run(part, 1.0)
-        self.nats += torch.zeros_like(self.nats).index_add(0, kinds.cpu(), nats.double().cpu())
-        self.counts += kinds.cpu().bincount(minlength=2)
+        out, nats, kinds, weights, divergence = self._run(part, 1.0)
+        for total, values in (self.nats, weights * nats), (self.counts, weights):
+            total.index_add_(0, kinds.cpu(), values.cpu())
         for layer, counts in out.expert_counts.items():
             self.loads[layer] = self.loads.get(layer, 0) + counts
         share = len(part.ids) / self.num_tokens
@@ -176,7 +180,7 @@ class Sums:
 
     def join(self, part: PackedBatch) -> None:
         """Run a part that counts for nothing, beside a process that still has one to add."""
-        out, _, _, divergence = self._run(part, 0.0)
+        out, *_, divergence = self._run(part, 0.0)
         for layer, counts in out.expert_counts.items():
             self.loads.setdefault(layer, torch.zeros_like(counts))
         self.indexer = _plus(self.indexer, out.losses.indexer, 0.0)
@@ -189,12 +193,11 @@ class Sums:
             return
         others = self.indexer, self.balance, self.distill
         losses = torch.tensor([loss or 0.0 for loss in others], dtype=torch.float64)
-        figures = torch.cat([self.nats, self.counts.double(), losses]).to(processes.device)
+        figures = torch.cat([self.nats, self.counts, losses]).to(processes.device)
         loads = torch.stack(list(self.loads.values()))
         processes.sum_(figures, loads)
         self.loads = dict(zip(self.loads, loads, strict=True))
-        self.nats, counts, losses = figures.cpu().split([2, 2, 3])
-        self.counts = counts.long()
+        self.nats, self.counts, losses = figures.cpu().split([2, 2, 3])
         self.indexer, self.balance, self.distill = (
             None if loss is None else total
             for loss, total in zip(others, losses.tolist(), strict=True)
@@ -204,12 +207,13 @@ class Sums:
         """Forward and backward."""
         model, config = self.model, self.config
         lesson = None if self.teachers is None else self.teachers.read(part)
-        recompute = config.activation_checkpointing
-        out = model(part.for_model(model), objectives=config.objectives, recompute=recompute)
-        rows, targets = self._targets(part)
+        batch, recompute = part.for_model(model), config.activation_checkpointing
+        wanted = config.objectives
+        out = model(batch, objectives=wanted, replay=part.replay, recompute=recompute)
+        rows, targets, weights = self._targets(part)
         kinds = part.has_images().to(self.device)[rows].long()
-        hidden = out.hidden[rows]
-        loss = model.head.loss(hidden, targets)
+        hidden, counted = out.hidden[rows], None if part.weights is None else weights
+        loss = model.head.loss(hidden, targets, counted)
         total, divergence = config.lm_weight * loss.summed, None
         if lesson is not None:
             taught = lesson.loss(model.head, hidden, rows)
@@ -217,15 +221,19 @@ class Sums:
             divergence = taught.each.double().sum()
         share = weight * len(part.ids) / self.num_tokens
         others = [share * of_layers for of_layers in weighted(out.losses, config)]
-        total = total * (weight / max(1, self.num_targets))
+        total = total * (weight / (self.total_weight or 1))
         learned = torch.stack([total, *others]).sum()
         if learned.requires_grad:  # an adapter may see nothing of a part
             learned.backward()
-        return _Ran(out, loss.each, kinds, divergence)
+        return _Ran(out, loss.each.double(), kinds, weights, divergence)
 
-    def _targets(self, part: PackedBatch) -> tuple[Tensor, Tensor]:
-        ids = part.ids.to(self.device)
-        return next_tokens(ids, part.lengths, part.learned(self._also))
+    def _targets(self, part: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows that predict a target, the targets, and their weights in float64."""
+        ids, weights = part.ids.to(self.device), part.target_weights(self._also)
+        rows, targets = next_tokens(ids, part.lengths, None if weights is None else weights > 0)
+        if weights is None:
+            return rows, targets, torch.ones(len(rows), dtype=torch.float64, device=ids.device)
+        return rows, targets, weights.to(ids.device, torch.float64)[rows + 1]
 
 
 def own_parts(

@@ -1,4 +1,4 @@
-"""Which image-text samples stand beside the text in each step.
+"""Which samples stand in each step.
 
 Samples are packed whole: each is a document of its own, which sees no other.
 """
@@ -9,27 +9,27 @@ import numpy as np
 import torch
 
 from openv41.errors import InputError
-from openv41.train.image_shards import ImageShards
 from openv41.train.packed_batch import PackedBatch
 from openv41.train.packing import best_fit, mix, shuffled
 from openv41.train.sample_encoder import EncodedSample
+from openv41.train.sample_shards import SampleShards
 
 
-class ImageBatches:
+class SampleBatches:
     """Bins of samples of at most ``bin_tokens`` tokens; every epoch takes them in another order.
 
     The bins, and the bin of each step, depend on the seed and the step alone.
     """
 
-    def __init__(self, shards: ImageShards, *, bin_tokens: int, seed: int) -> None:
+    def __init__(self, shards: SampleShards, *, bin_tokens: int, seed: int) -> None:
         longest = max(shards.lengths)
         if longest > bin_tokens:
             raise InputError(
                 f"{shards.folder} holds a sample of {longest} tokens, a step has room for "
-                f"{bin_tokens}; raise batch_tokens or image_share, or prepare the images with a "
-                "smaller --max-tokens"
+                f"{bin_tokens}; raise batch_tokens (for --images, or image_share), or prepare the "
+                "samples with a smaller --max-tokens"
             )
-        self.shards, self.seed = shards, seed
+        self.shards, self.bin_tokens, self.seed = shards, bin_tokens, seed
         order = [shuffled(i, len(shards), mix(seed)) for i in range(len(shards))]
         bins = best_fit([shards.lengths[i] for i in order], bin_tokens)
         self.bins = [[order[place] for place in bin_] for bin_ in bins]
@@ -40,9 +40,10 @@ class ImageBatches:
         chosen = self.bins[shuffled(index, len(self.bins), mix(mix(self.seed) + epoch))]
         return pack_samples([self.shards.read(number) for number in chosen])
 
-    def epoch(self, step: int) -> float:
-        """Passes over the samples before ``step``."""
-        return step / len(self.bins)
+    @property
+    def padding(self) -> float:
+        """Share of the batches that stays empty."""
+        return 1 - sum(self.shards.lengths) / (len(self.bins) * self.bin_tokens)
 
 
 class PairBatches:
@@ -52,7 +53,7 @@ class PairBatches:
     depends on the seed and the step alone.
     """
 
-    def __init__(self, shards: ImageShards, *, batch_tokens: int, seed: int) -> None:
+    def __init__(self, shards: SampleShards, *, batch_tokens: int, seed: int) -> None:
         self.shards, self.seed, self.pairs = shards, seed, shards.pairs()
         longest = max(shards.lengths[number] for number in self.pairs)
         if 2 * longest > batch_tokens:
@@ -75,10 +76,11 @@ class PairBatches:
 
 def pack_samples(samples: Sequence[EncodedSample]) -> PackedBatch:
     """Samples one after the other."""
+    pixels = np.concatenate([s.pixels for s in samples])
     return PackedBatch(
         ids=torch.from_numpy(np.concatenate([s.tokens for s in samples])),
         lengths=tuple(len(s.tokens) for s in samples),
-        targets=torch.from_numpy(np.concatenate([s.targets for s in samples])),
-        pixels=torch.from_numpy(np.concatenate([s.pixels for s in samples])),
+        weights=torch.from_numpy(np.concatenate([s.weights for s in samples])),
+        pixels=torch.from_numpy(pixels) if len(pixels) else None,
         grids=tuple(sample.grids for sample in samples),
     )

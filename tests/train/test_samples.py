@@ -1,0 +1,137 @@
+"""Samples: every form, from JSONL and parquet, and what is refused."""
+
+import base64
+import io
+import json
+import re
+
+import pytest
+from PIL import Image
+
+from openv41.errors import DataError
+from openv41.prompt import Conversation, Message, ToolCall
+from openv41.prompt import Image as Shown
+from openv41.train.samples import ImagePart, Sample, TextPart, read_samples
+
+
+def png(shade=0, size=(5, 4)):
+    data = io.BytesIO()
+    Image.new("L", size, shade).save(data, "PNG")
+    return data.getvalue()
+
+
+def write(folder, *records):
+    file = folder / "samples.jsonl"
+    file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return file
+
+
+def test_every_form(tmp_path):
+    (tmp_path / "a.png").write_bytes(png())
+    inside = {"bytes": base64.b64encode(png(9)).decode()}
+    talk = [
+        {"role": "user", "content": [{"image": "a.png"}, {"text": "What?"}]},
+        {"role": "assistant", "content": "Black."},
+    ]
+    file = write(
+        tmp_path,
+        {"image": "a.png", "text": "black"},
+        {"parts": [{"text": "A ", "loss": False}, {"image": inside}, {"text": " b"}]},
+        {"messages": talk},
+    )
+    pair, document, conversation = read_samples(file)
+    black = ImagePart(png(), str(tmp_path / "a.png"))
+    assert pair == Sample(f"{file}:1", parts=(black, TextPart("black")))
+    grey = ImagePart(png(9), f"the image of {file}:2")
+    assert document.parts == (TextPart("A ", 0.0), grey, TextPart(" b"))
+    messages = (Message("user", (Shown(black), "What?")), Message("assistant", "Black."))
+    assert conversation.conversation == Conversation(messages, thinking=False)
+    assert conversation.weights == (0.0, 1.0)
+
+
+def test_answers_and_their_weights(tmp_path):
+    call = {"id": "1", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    talk = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "reasoning_content": "Sum.", "tool_calls": [call], "loss": True},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+        {"role": "assistant", "content": "2", "weight": 0.5},
+    ]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    file = write(
+        tmp_path,
+        {"messages": talk, "tools": tools, "weight": 2, "id": "a"},
+        {"messages": [*talk[:2], {"role": "assistant", "content": "2", "loss": False}]},
+        {"messages": [*talk[:2], talk[4], *talk[1:2], {"role": "assistant", "content": "x"}]},
+        {"messages": talk[:2], "reasoning_effort": "low"},
+        {"parts": [{"text": "a", "weight": 3}, {"text": "b"}], "weight": 0.5},
+    )
+    first, silent, both, effort, document = read_samples(file)
+    assert first.weights == (0.0, 0.0, 2.0, 0.0, 1.0)
+    assert first.conversation.thinking, "there is reasoning to learn"
+    assert first.conversation.tools == tuple(tools)
+    messages = first.conversation.messages
+    assert messages[2] == Message(
+        "assistant", reasoning="Sum.", tool_calls=(ToolCall("add", '{"a": 1}', id="1"),)
+    )
+    assert messages[3] == Message("tool", "2", tool_call_id="1")
+    assert silent.weights == (0.0, 0.0, 0.0)
+    assert not silent.conversation.thinking
+    assert both.weights == (0.0, 0.0, 0.5, 0.0, 1.0)
+    assert (effort.conversation.thinking, effort.conversation.effort) == (True, 50)
+    assert document.parts == (TextPart("a", 1.5), TextPart("b", 0.5))
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ([1], "a sample holds one of 'image'"),
+        ({"text": "x"}, "found ['text']"),
+        ({"image": "a.png", "parts": []}, "a sample holds one of"),
+        ({"parts": []}, "at least one text or image"),
+        ({"parts": [{"text": 3}]}, "found ['text']"),
+        ({"parts": [{"text": "a", "loss": 1}]}, "'loss' is 1, must be true or false"),
+        ({"parts": [{"text": "a", "los": 1}]}, "a part has no field 'los'"),
+        ({"parts": [{"text": "a", "weight": -1}]}, "'weight' is -1, must be a number, at least 0"),
+        ({"parts": [{"text": "a"}], "weight": True}, "'weight' is True, must be a number"),
+        ({"messages": [{"role": "user", "los": 1}]}, "a message has no field 'los'"),
+        ({"messages": [{"role": "user", "loss": True}]}, "only messages of the assistant"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "role is 'king', must be"),
+        ({"messages": ["x"]}, "a message is an object, found str"),
+        (
+            {"messages": [{"role": "user", "content": [{"text": "x", "loss": False}]}]},
+            "'loss' and 'weight' belong to the message",
+        ),
+        ({"image": "none.png", "text": "x"}, "none.png: No such file"),
+        ({"image": {"bytes": "%"}, "text": "x"}, "the image is no base64"),
+        ({"image": 3, "text": "x"}, "an image is a path or {'bytes': ...}, found 3"),
+        ({"messages": [{"content": "x"}]}, "a message needs a 'role'"),
+    ],
+)
+def test_refusals_name_the_record(tmp_path, record, message):
+    file = write(tmp_path, record)
+    with pytest.raises(DataError, match=f"{re.escape(str(file))}:1: .*{re.escape(message)}"):
+        list(read_samples(file))
+
+
+def test_a_broken_line_and_an_unknown_kind_of_file(tmp_path):
+    file = tmp_path / "samples.jsonl"
+    file.write_text('{"image": \n')
+    with pytest.raises(DataError, match=r"samples\.jsonl:1: no valid JSON"):
+        list(read_samples(file))
+    with pytest.raises(DataError, match=r"samples.csv: samples come as .jsonl or"):
+        list(read_samples(tmp_path / "samples.csv"))
+
+
+@pytest.mark.slow
+def test_parquet(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = {
+        "image": [{"bytes": png(7), "path": None}, {"bytes": png(8), "path": None}],
+        "text": ["seven", "eight"],
+    }
+    datasets.Dataset.from_dict(rows).to_parquet(str(tmp_path / "samples.parquet"))
+    found = list(read_samples(tmp_path / "samples.parquet"))
+    assert [s.parts[0].data for s in found] == [png(7), png(8)]
+    assert [s.parts[1].text for s in found] == ["seven", "eight"]
