@@ -112,7 +112,7 @@ def score_images(model, processes):
 
 def run_case(case, processes):
     """Figures of some steps, every parameter and buffer, whole, and a score of images."""
-    model = case.model()
+    model = case.model().to(processes.device)
     placement = distribute(model, processes, case.experts)
     batches = [case.batch(step) for step in range(STEPS)]
     config = case.config(len(batches[0].ids))
@@ -124,11 +124,11 @@ def run_case(case, processes):
     whole = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in tensors.items()}
     whole.pop("rng")
     score = score_images(model, processes) if case.images else None
-    return [asdict(result) for result in results], whole, score
+    return [asdict(result) for result in results], {k: v.cpu() for k, v in whole.items()}, score
 
 
-def main(out):
-    with join(torch.device("cpu")) as processes:
+def main(out, device="cpu"):
+    with join(torch.device(device)) as processes:
         for name, case in CASES.items():
             found = run_case(case, processes)
             if processes.is_first:
@@ -137,4 +137,4 @@ def main(out):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

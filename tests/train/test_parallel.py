@@ -47,25 +47,46 @@ def shards(text_files, text_tokenizer, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
+    return cases_on("cpu", tmp_path_factory.mktemp("together"))
+
+
+@pytest.fixture(scope="module")
+def on_gpus(tmp_path_factory):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    return cases_on("cuda", tmp_path_factory.mktemp("on gpus"))
+
+
+def cases_on(device, out):
     """Every case in two processes, in one start of them."""
-    out = tmp_path_factory.mktemp("together")
-    done = torchrun("tests.train.shared_cases", out)
+    done = torchrun("tests.train.shared_cases", out, device)
     assert done.returncode == 0, done.stderr[-3000:]
-    return {name: torch.load(out / f"{name}.pt") for name in CASES}
+    return {name: torch.load(out / f"{name}.pt", map_location="cpu") for name in CASES}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_compute_what_one_does(together, name):
-    alone, whole, score = run_case(CASES[name], Processes())
-    results, found, shared_score = together[name]
+    compare(run_case(CASES[name], Processes()), together[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_two_gpus_compute_what_one_does(on_gpus, name):
+    alone = run_case(CASES[name], Processes(device=torch.device("cuda")))
+    compare(alone, on_gpus[name])
+
+
+def compare(alone, shared):
+    """Figures, loads, parameters and buffers, and the score of images."""
+    (results, whole, score), (shared_results, found, shared_score) = alone, shared
     assert shared_score == pytest.approx(score, rel=1e-9)
-    for one, two in zip(alone, results, strict=True):
+    for one, two in zip(results, shared_results, strict=True):
         for key in ("loss", "losses", "indexer_loss", "balance_loss", "grad_norm", "lr"):
             assert two[key] == pytest.approx(one[key], rel=1e-9), key
         assert two["update_rms"] == pytest.approx(one["update_rms"], rel=1e-6)
         for layer, load in one["loads"].items():
-            assert torch.equal(two["loads"][layer], load), layer
+            assert torch.equal(two["loads"][layer].cpu(), load.cpu()), layer
     assert found.keys() == whole.keys()
     for key, value in whole.items():
         torch.testing.assert_close(found[key], value, rtol=1e-6, atol=1e-9, msg=key)

@@ -7,6 +7,7 @@ processes reads it, each its own rows.
 
 import json
 import shutil
+import warnings
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -119,7 +120,9 @@ def read_folder(path: Path, optimizer: Optimizers) -> dict[str, Tensor]:
         if isinstance(about, TensorStorageMetadata)
     }
     is_alone = placement.processes.size == 1
-    load(as_distributed(tensors, placement), checkpoint_id=path, no_dist=is_alone)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # alone, on purpose
+        load(as_distributed(tensors, placement), checkpoint_id=path, no_dist=is_alone)
     return tensors
 
 
