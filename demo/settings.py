@@ -4,8 +4,8 @@ PRESET = "tiny"
 VOCABULARY = 1024
 SEED = 1
 
-TOKENS = 612_352  # training tokens; a quarter of them belong to images
-STAGES = "pretrain"
+TOKENS = 557_056  # of pre-training, a tenth more follow; a quarter of them belong to images
+STAGES = "pretrain,posttrain"
 TRAINING = {  # openv41 train ... --set key=value
     "sequence_length": 128,
     "batch_tokens": 2048,
@@ -14,10 +14,10 @@ TRAINING = {  # openv41 train ... --set key=value
     "decay": "linear",
     "cpu_threads": 1,
     # For 300 short steps of a tiny model; see docs/training.md.
-    "optimizer.matrix_update": "adamw",
     "optimizer.token_update": "adamw",
-    "optimizer.lr": 3e-3,
-    "optimizer.token_lr_factor": 6.0,
+    "optimizer.lr": 1e-2,
+    "optimizer.token_lr_factor": 2.0,
+    "optimizer.engram_table_lr_factor": 2.0,
     "optimizer.vision_lr_factor": 1.0,
     "indexer_loss": 0.0,
     "balance_loss": 0.0,
