@@ -67,6 +67,16 @@ def modality_balance() -> list[tuple[str, ...]]:
     return rows
 
 
+def gpu_training() -> list[tuple[str, ...]]:
+    """A training step of each implementation on one GPU."""
+    rows = [("step", "tokens", "seconds", "tokens/s", "peak GB")]
+    for line in read("gpu_training"):
+        tokens, speed = line["tokens_per_gpu_and_step"], float(str(line["tokens_per_second"]))
+        figures = f"{line['seconds_per_step']:.2f}", f"{speed:,.0f}", f"{line['peak_gb']:.1f}"
+        rows.append((str(line["part"]), f"{tokens:,}", *figures))
+    return rows
+
+
 def _spread(runs: list[dict[str, object]], name: str) -> str:
     values = [float(str(run[name])) for run in runs]
     return f"{sum(values) / len(values):.3f} ({min(values):.3f} to {max(values):.3f})"
@@ -75,6 +85,7 @@ def _spread(runs: list[dict[str, object]], name: str) -> str:
 PAGES = {
     "engine.md": {"peers_speed": peers, "ced_prefill": ced_prefill},
     "images.md": {"modality_balance": modality_balance},
+    "training.md": {"gpu_training": gpu_training},
 }
 
 

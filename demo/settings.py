@@ -4,7 +4,7 @@ PRESET = "tiny"
 VOCABULARY = 1024
 SEED = 1
 
-TOKENS = 557_056  # of pre-training, a tenth more follow; a quarter of them belong to images
+TOKENS = 505_856  # of pre-training, a tenth more follow; a quarter of them belong to images
 STAGES = "pretrain,posttrain"
 TRAINING = {  # openv41 train ... --set key=value
     "sequence_length": 128,
