@@ -32,7 +32,6 @@ from openv41.train.recipes import NO_TOKEN
 from openv41.train.step import train_step
 from openv41.train.utilisation import FlopCounter
 
-WARM_UP, STEPS = 2, 5
 PARTS = {"ours": 1, "ours, AdamW": 1, "nemo-automodel": 1, "ours, sharded": 2, "ours, parallel": 2}
 ROUNDS = (  # parts on GPUs of their own, side by side
     {"ours, AdamW": "0", "nemo-automodel": "1"},
@@ -56,17 +55,17 @@ def random_batch(options: argparse.Namespace, documents: int, seed: int) -> Pack
     return PackedBatch(ids, (options.context,) * documents)
 
 
-def timed(step: Callable[[int], float]) -> Line:
+def timed(options: argparse.Namespace, step: Callable[[int], float]) -> Line:
     """Median seconds of a step after the warm-up, the losses of all, and the memory they took."""
     seconds, losses = [], []
-    for number in range(WARM_UP + STEPS):
+    for number in range(options.warm_up + options.steps):
         start = time.perf_counter()
         losses.append(step(number))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    median = statistics.median(seconds[WARM_UP:])
+    median = statistics.median(seconds[options.warm_up :])
     return {"seconds_per_step": median, "losses": losses, "peak_gb": peak / 1e9}
 
 
@@ -92,7 +91,7 @@ def measure_ours(options: argparse.Namespace, processes: Processes) -> Line:
         packed = random_batch(options, documents, number)
         return train_step(model, optimizer, packed, train, number).loss
 
-    found = timed(step)
+    found = timed(options, step)
     packed = random_batch(options, documents, 0)
     flops = counter.step(packed, num_targets=tokens - documents, encoder_learns=False)
     speed = flops / found["seconds_per_step"]
@@ -128,7 +127,7 @@ def measure_nemo(options: argparse.Namespace) -> Line:
 
     peer = NemoTraining(text_model(options.preset), options.device)
     shape = options.documents, options.context
-    found = timed(lambda n: peer.step(random_batch(options, shape[0], n).ids.view(shape)))
+    found = timed(options, lambda n: peer.step(random_batch(options, shape[0], n).ids.view(shape)))
     return found | {
         "version": peer.version,
         "gpus": 1,
@@ -152,7 +151,11 @@ def start_part(options: argparse.Namespace, part: str, gpus: str) -> subprocess.
     """Start a part in a process of its own, or in two."""
     number = PARTS[part]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)]
-    words = [f"--{key}={value}" for key, value in vars(options).items() if key != "part"]
+    words = [
+        f"--{key.replace('_', '-')}={value}"
+        for key, value in vars(options).items()
+        if key != "part"
+    ]
     module = ["-m", "benchmarks.gpu_training", "--part", part, *words]
     return subprocess.Popen(
         ["timeout", str(options.limit), sys.executable, *(launch if number > 1 else []), *module],
@@ -167,6 +170,7 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
     """Every part's line; a part that failed says why."""
     about: Line = {"preset": options.preset, "context": options.context}
     about["tokens_per_gpu_and_step"] = options.documents * options.context
+    about |= {"warm_up_steps": options.warm_up, "measured_steps": options.steps}
     if torch.cuda.is_available():
         about |= {"device": torch.cuda.get_device_name(0), "found": torch.cuda.device_count()}
     for parts in ROUNDS:
@@ -188,6 +192,8 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=2, help="per GPU and step")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps before the measured ones")
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--limit", type=int, default=75, help="seconds of one part")
     options = parser.parse_args()
     if options.part:

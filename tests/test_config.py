@@ -143,6 +143,7 @@ def test_numeric_modes_round_where_the_table_says():
         "index": "off",
         "expert_weights": "off",
         "score_dtype": "float32",
+        "compute_dtype": "weights",
         "deterministic": False,
     }
     qat, exact = NUMERICS["f32qat"], NUMERICS["released"]
@@ -156,11 +157,13 @@ def test_a_wrong_rounding_is_named():
         object.__setattr__(broken, name, value)
     object.__setattr__(broken, "main_kv", "fp4")
     object.__setattr__(broken, "score_dtype", "float64")
-    with pytest.raises(ConfigError, match=r"numerics: 2 problem\(s\)") as error:
+    object.__setattr__(broken, "compute_dtype", "float16")
+    with pytest.raises(ConfigError, match=r"numerics: 3 problem\(s\)") as error:
         broken.__post_init__()
     assert error.value.problems == (
         "main_kv is 'fp4', must be one of ('off', 'fake', 'exact')",
         "score_dtype is 'float64', must be float32 or bfloat16",
+        "compute_dtype is 'float16', must be weights or bfloat16",
     )
 
 

@@ -1,6 +1,7 @@
 """Distillation against plain autograd; teachers that fit and those that do not."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from openv41.train.loop import Trainer
 from openv41.train.optimizer import Optimizers
 from openv41.train.packed_batch import PackedBatch
 from openv41.train.parallel import distribute
+from openv41.train.sample_shards import SampleShards
 from openv41.train.step import Sums, next_tokens, train_step
 from openv41.train.token_shards import prepare_shards
 from tests.layers.mini import VOCAB, mini_model, random_ids
@@ -151,10 +153,10 @@ def test_teachers_must_read_what_the_student_reads(shards, teacher, tmp_path, te
     run = mini_run(shards, tmp_path / "out")
     tokenizer = Trainer(run, resume=False).tokenizer
 
-    def problems(*specs, model=run.model, stages=run.stages, own=tokenizer, images=False):
+    def problems(*specs, model=run.model, stages=run.stages, own=tokenizer, samples=()):
         device = torch.device("cpu")
         with pytest.raises(ConfigError) as caught:
-            open_teachers(specs, model, stages, own, images=images, device=device)
+            open_teachers(specs, model, stages, own, samples=samples, device=device)
         return str(caught.value)
 
     spec, size = TeacherSpec(teacher), run.model.vocab_size
@@ -163,8 +165,12 @@ def test_teachers_must_read_what_the_student_reads(shards, teacher, tmp_path, te
     another = train_tokenizer(text_files[:1], vocab_size=270)
     assert "its tokenizer is another one than that of the data" in problems(spec, own=another)
     long = changed(run, sequence_length=1024, batch_tokens=1024, tokens=2048).stages
-    assert "it reads 512 tokens, sequence_length is 1024" in problems(spec, stages=long)
-    assert "it has no vision encoder; leave out --images" in problems(spec, images=True)
+    assert "it reads 512 tokens, the longest document may have 1024" in problems(spec, stages=long)
+    pictures = SampleShards.__new__(SampleShards)
+    pictures.lengths, pictures.index = [700, 30], SimpleNamespace(vision={})
+    found = problems(spec, samples=[pictures])
+    assert "it reads 512 tokens, the longest document may have 700" in found
+    assert "it has no vision encoder; leave out --images" in found
     assert "is named twice" in problems(spec, TeacherSpec(teacher, 0.5))
     idle = changed(run, lm_weight=0.0).stages
     assert "lm_weight is 0 in pretrain and there is no --teacher" in problems(stages=idle)

@@ -154,9 +154,9 @@ def _fit(trainer: Trainer) -> None:
 
 
 def _describe(trainer: Trainer) -> str:
-    model = trainer.model
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    kept = sum(p.numel() for p in model.parameters()) - trained
+    parameters = trainer.optimizer.placement.parameters
+    trained = sum(p.shape.numel() for p in parameters if p.local.requires_grad)
+    kept = sum(p.shape.numel() for p in parameters) - trained
     why = "frozen" if trainer.train.lora.rank else "routing biases follow the load instead"
     rest = f" ({kept:,} {why})" if kept else ""
     tokens, stages, images = num_tokens(trainer.run.stages), trainer.run.stages, ""

@@ -48,7 +48,8 @@ def show_table(
 
 
 def show_error(message: str) -> None:
-    """Print one plain error message."""
+    """Print one plain error message, also where nothing else is shown."""
+    err.quiet = False
     err.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
 
 

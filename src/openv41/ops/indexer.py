@@ -76,7 +76,8 @@ def selected_scores(
     The backward gathers the keys again, piece by piece: only one piece of them is alive.
     """
     if not len(keys) or not rows.numel():
-        return widened(weights.new_full(rows.shape, -torch.inf))
+        nothing = 0 * (q.sum() + weights.sum() + keys.sum())  # has a gradient, of zeros
+        return widened(weights.new_full(rows.shape, -torch.inf)) + nothing
 
     def score(q: Tensor, weights: Tensor, keys: Tensor, rows: Tensor) -> Tensor:
         listed = keys.index_select(0, rows.clamp(min=0).flatten()).view(*rows.shape, -1)

@@ -22,7 +22,7 @@ from openv41.io.hf_config import read_config
 from openv41.io.tokenizer import TextTokenizer, load_tokenizer
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder, Head
 from openv41.train.packed_batch import PackedBatch
-from openv41.train.sample_shards import pixel_settings
+from openv41.train.sample_shards import SampleShards, pixel_settings
 from openv41.train.stages import Stage
 
 
@@ -100,10 +100,10 @@ def open_teachers(
     stages: Sequence[Stage],
     tokenizer: TextTokenizer,
     *,
-    images: bool,
+    samples: Sequence[SampleShards],
     device: torch.device,
 ) -> Teachers | None:
-    """Load the teachers of a run, None where it has none.
+    """Load the teachers of a run, None where it has none; ``samples`` are those it trains on.
 
     Raises ConfigError for those that cannot read what the student reads or have another vocabulary.
     """
@@ -113,7 +113,9 @@ def open_teachers(
             problem = f"lm_weight is 0 in {', '.join(idle)} and there is no --teacher to learn from"
             raise ConfigError("train", [problem])
         return None
-    longest = max(stage.train.sequence_length for stage in stages)
+    lengths = [max(shards.lengths) for shards in samples]
+    longest = max([*lengths, *(stage.train.sequence_length for stage in stages)])
+    images = any(shards.index.vision is not None for shards in samples)
     folders = [spec.checkpoint.resolve() for spec in specs]
     problems = [f"{f} is named twice; name it once" for f in set(folders) if folders.count(f) > 1]
     for spec in specs:
@@ -144,7 +146,8 @@ def _problems(
         problems.append("its tokenizer is another one than that of the data; they must be the same")
     if teacher.max_position < longest:
         problems.append(
-            f"it reads {teacher.max_position} tokens, sequence_length is {longest}; lower that"
+            f"it reads {teacher.max_position} tokens, the longest document may have {longest}; "
+            "lower sequence_length, or prepare samples with a smaller --max-tokens"
         )
     return problems + (_image_problems(teacher, student) if images else [])
 

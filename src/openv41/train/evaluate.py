@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from openv41.errors import DataError
 from openv41.io.tokenizer import TextTokenizer
 from openv41.layers.batch import Batch
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
@@ -60,7 +61,11 @@ class HeldOutImages:
     def __init__(self, shards: SampleShards, *, num_tokens: int, forward_tokens: int) -> None:
         total = sum(shards.lengths)
         wanted = max(1, min(len(shards), len(shards) * num_tokens // total))
-        self.chosen = [index * len(shards) // wanted for index in range(wanted)]
+        learned = [n for n in range(len(shards)) if (shards.read(n).weights[1:] > 0).any()]
+        if not learned:
+            raise DataError(f"{shards.folder}: no held-out sample has a token to learn")
+        wanted = min(wanted, len(learned))
+        self.chosen = [learned[index * len(learned) // wanted] for index in range(wanted)]
         self._shards, self._forward_tokens = shards, forward_tokens
 
     @torch.no_grad()

@@ -140,7 +140,7 @@ class Trainer:
             run.model,
             run.stages,
             self.tokenizer,
-            images=run.images is not None,
+            samples=[SampleShards(path) for path in (run.images, run.sft) if path is not None],
             device=run.device,
         )
         self._enter(first, run.base if state is None else None)
@@ -171,6 +171,8 @@ class Trainer:
                 if stops and not last:
                     self.checkpoints.finish()
                     raise StoppedError(received[0] if received else signal.SIGTERM, self.step)
+            if self.skipped:  # the last steps: what they left is not saved yet
+                self.save()
         self.checkpoints.finish()
         return self._export(run.out / MODEL_FOLDER)
 
@@ -189,7 +191,11 @@ class Trainer:
     def _export(self, folder: Path) -> Path:
         """Write the model that the run is about; the last stage may have had another pool."""
         placement = self.optimizer.placement
-        values = {placed.name: placement.whole(placed) for placed in placement.parameters}
+        values = {}
+        for placed in placement.parameters:
+            whole = placement.whole(placed)
+            if self.processes.is_first:
+                values[placed.name] = whole.cpu()
         if self.train.lora.rank:  # in one process
             assert isinstance(self.model, CausalEncoderDecoder), "an adapter on another model"
             path, base = self.run.out / ADAPTER_FILE, self.description["from"]
@@ -286,7 +292,7 @@ class Trainer:
         self.skipped += 1
         if self.skipped > self.train.max_skipped_steps:
             raise error
-        logger.warning("%s; this batch is skipped", str(error).partition(";")[0])
+        logger.warning("%s; this batch is skipped", error.what)
         self.step += 1
 
     def _enter(self, place: Place, base: Path | None = None) -> None:
@@ -344,7 +350,7 @@ class Trainer:
         out = self.run.out
         has_begun = has_run(out) or (out / LOG_FILE).exists()
         if self.processes.is_restart and not resume:  # torchrun started the command once more
-            resume = has_begun
+            resume = has_begun and self._is_own(out / RUN_FILE)
         if not resume:
             if has_begun:
                 raise InputError(
@@ -365,6 +371,12 @@ class Trainer:
         elif problems := describe_differences(state.description, self.description):
             raise ConfigError(f"{out} cannot be resumed: it is another run", problems)
         return state
+
+    def _is_own(self, file: Path) -> bool:
+        """Whether a folder's description is that of this run."""
+        return file.exists() and json.loads(file.read_bytes()) == json.loads(
+            json.dumps(self.description)
+        )
 
     def _open_images(self, seed: int) -> SampleBatches | PairBatches | None:
         if self.run.images is None:

@@ -45,4 +45,5 @@ def check_mixes(
             "--teacher"
         )
     if problems:
-        raise ConfigError("stages", [*problems, SUPPORTED])
+        problems[-1] += f"; {SUPPORTED}"
+        raise ConfigError("stages", problems)

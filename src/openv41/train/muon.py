@@ -85,13 +85,13 @@ class Muon(torch.optim.Optimizer):
                     key = shape, self._dtype(parameter, shape), parameter.device
                     alike[key].append((parameter, group))
         for (shape, dtype, _), members in alike.items():
-            for some in _chunks(members):
+            for some in _chunks([(member, member[0].numel()) for member in members]):
                 parts = [_Part(p, group, self.state[p], shape) for p, group in some]
                 together = newton_schulz(torch.cat([part.blocks() for part in parts]), dtype)
                 counts = [len(part.blocks()) for part in parts]
                 for part, update in zip(parts, together.split(counts), strict=True):
                     part.apply(update)
-        for some in _chunks(cut):
+        for some in _chunks([(member, self._share(member[0])) for member in cut]):
             self._update_cut(some)
 
     def _update_cut(self, members: list[_Member]) -> None:
@@ -114,6 +114,10 @@ class Muon(torch.optim.Optimizer):
         }
         for part, update in zip(parts, owners.give_back(updates), strict=True):
             part.apply(update)
+
+    def _share(self, parameter: nn.Parameter) -> int:
+        """Values of a cut parameter for one process, the same number in all of them."""
+        return self._shape(parameter).numel() // self.shared.processes.size
 
     def _shape(self, parameter: nn.Parameter) -> torch.Size:
         """Shape of the whole that a parameter has rows of."""
@@ -170,15 +174,15 @@ def block_shape(shape: torch.Size, blocks: int) -> torch.Size:
     return torch.Size((rows // blocks, columns))
 
 
-def _chunks(members: list[_Member]) -> Iterator[list[_Member]]:
+def _chunks(members: list[tuple[_Member, int]]) -> Iterator[list[_Member]]:
     """Consecutive parameters of at most ``VALUES_AT_ONCE`` values together, or one parameter."""
     some: list[_Member] = []
-    count = 0
-    for member in members:
-        if some and count + member[0].numel() > VALUES_AT_ONCE:
+    total = 0
+    for member, count in members:
+        if some and total + count > VALUES_AT_ONCE:
             yield some
-            some, count = [], 0
+            some, total = [], 0
         some.append(member)
-        count += member[0].numel()
+        total += count
     if some:
         yield some

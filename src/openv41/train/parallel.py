@@ -130,20 +130,15 @@ def distribute(
 
 def check_placement(model: ModelConfig, processes: Processes, experts: ExpertPlacement) -> None:
     """Raise ConfigError, with what is supported, for a mix that is not."""
-    problems = []
     if experts == "parallel" and model.moe.num_experts % processes.size:
-        problems.append(
-            f"{model.moe.num_experts} experts cannot be shared evenly by {processes.size} "
-            "processes; take a number of processes that divides them, or experts=sharded"
-        )
-    if problems:
         raise ConfigError(
             "parallel",
             [
-                *problems,
+                f"{model.moe.num_experts} experts cannot be shared evenly by {processes.size} "
+                "processes; take a number of processes that divides them, or --experts sharded. "
                 "supported: one group of processes that shards all layers (FSDP2) and rows of "
                 "n-gram tables, with experts sharded too, or parallel; each with images, "
-                "accumulation and activation checkpointing",
+                "accumulation and activation checkpointing"
             ],
         )
 
@@ -182,6 +177,8 @@ class ParallelExperts(RoutedExperts):
             per_expert = received.sum(dim=0).tolist()
             outputs = self.feed(rows[by_expert], per_expert, shares[by_expert])
             rows = torch.empty_like(outputs).index_copy(0, by_expert, outputs)
+        else:  # the backward pass exchanges gradients here too
+            rows = rows * shares[:, None]
         return ops.combine(processes.exchange(rows, receive, send), order, top_k)
 
 

@@ -125,18 +125,19 @@ def _all_to_all(rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
 def join(device: torch.device) -> Iterator[Processes]:
     """Join the processes that torchrun started, if it did, on ``device`` or one of its kind.
 
-    Raises InputError for a device that cannot be shared.
+    Raises InputError for a device that cannot be shared, and outside torchrun's processes.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size = _number("WORLD_SIZE", 1)
     if size == 1:
         yield Processes(device=device)
         return
+    _number("RANK", None)
     if device.type not in BACKENDS:
         raise InputError(
             f"{size} processes on device {device.type}; processes share {' or '.join(BACKENDS)}"
         )
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", _number("LOCAL_RANK", None))
         torch.cuda.set_device(device)
     store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
     # Addresses of the dead are still in it.
@@ -151,4 +152,15 @@ def join(device: torch.device) -> Iterator[Processes]:
 
 def _restarts() -> int:
     """How often torchrun has started all processes anew."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return _number("TORCHELASTIC_RESTART_COUNT", 0)
+
+
+def _number(name: str, default: int | None) -> int:
+    """A variable that torchrun sets for its processes."""
+    text = os.environ.get(name, "" if default is None else str(default))
+    if not text.isdecimal():
+        raise InputError(
+            f"the environment has {name}={text!r} where torchrun sets a whole number; start "
+            "several processes with torchrun, or unset WORLD_SIZE"
+        )
+    return int(text)

@@ -60,6 +60,15 @@ def make_stages(
     names: Sequence[str], base: TrainConfig, changes: Mapping[str, str]
 ) -> tuple[Stage, ...]:
     """Each stage's recipe over the base, then the settings that start with its name."""
+    idle = {key: key.partition(".")[0] for key in changes}
+    problems = [
+        f"{key} is a setting of stage {stage}, which is not among the stages of the run "
+        f"({', '.join(names)}); name it in --stages"
+        for key, stage in idle.items()
+        if stage in RECIPES and stage not in names
+    ]
+    if problems:
+        raise ConfigError("--set", problems)
     return tuple(_stage(name, base, changes, names[:n]) for n, name in enumerate(names))
 
 

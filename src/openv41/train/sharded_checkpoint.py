@@ -9,9 +9,9 @@ import json
 import shutil
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 FOLDER_SUFFIX = ".dcp"
 ABOUT = "about.json"
+R = TypeVar("R")
 CHUNK = 1 << 24  # bytes that are checked at a time
 
 
@@ -48,11 +49,13 @@ class ShardedWriter:
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
         half = path.with_name(f".{path.name}.tmp")
-        if self.processes.is_first and half.exists():  # of a run that was killed
-            shutil.rmtree(half)
-        self.processes.gather(None)
+        self._together(lambda: self._clear(half))
         future: Any = async_save(dict(tensors), checkpoint_id=half, process_group=self._group)
         self._pending = future, path.with_suffix(FOLDER_SUFFIX), about
+
+    def _clear(self, half: Path) -> None:
+        if self.processes.is_first and half.exists():  # of a run that was killed
+            shutil.rmtree(half)
 
     def is_written(self) -> bool:
         """Whether every process has written its part."""
@@ -73,20 +76,45 @@ class ShardedWriter:
             future.result()
         except CheckpointException as error:
             raise OSError(str(error)) from None
-        half = path.with_name(f".{path.stem}.tmp")
-        own = sorted(half.glob(f"__{self.processes.rank}_*"))
-        files = {file.name: _summary(file) for file in own}
-        gathered = self.processes.gather(files)
-        if self.processes.is_first:
-            files = {name: value for part in gathered for name, value in part.items()}
-            files[".metadata"] = _summary(half / ".metadata")
-            write_atomic(half / ABOUT, json.dumps({**about, "files": files}).encode())
-            if path.exists():  # and could not be read
-                shutil.rmtree(path)
-            half.rename(path)
-            sync_folder(path.parent)
-        self.processes.gather(None)  # nobody goes on before the folder is there
+        summaries = self._together(lambda: self._summaries(path))
+        self._together(lambda: self._name(path, about, summaries))
         return True
+
+    def _summaries(self, path: Path) -> dict[str, list[int]]:
+        """Size and checksum of the files that this process has written."""
+        half = path.with_name(f".{path.stem}.tmp")
+        own = [*half.glob(f"__{self.processes.rank}_*")]
+        own += [half / ".metadata"] if self.processes.is_first else []
+        return {file.name: _summary(file) for file in own}
+
+    def _name(
+        self, path: Path, about: Mapping[str, Any], summaries: list[dict[str, list[int]]]
+    ) -> None:
+        """Give the folder its name, with a description."""
+        if not self.processes.is_first:
+            return
+        half = path.with_name(f".{path.stem}.tmp")
+        files = {name: summary for own in summaries for name, summary in own.items()}
+        write_atomic(half / ABOUT, json.dumps({**about, "files": files}).encode())
+        if path.exists():  # and could not be read
+            shutil.rmtree(path)
+        half.rename(path)
+        sync_folder(path.parent)
+
+    def _together(self, work: Callable[[], R]) -> list[R]:
+        """Do the work in every process, and return what all found; none goes on before.
+
+        Raises OSError in all of them if one of them could not.
+        """
+        found, problem = None, None
+        try:
+            found = work()
+        except OSError as error:
+            problem = str(error)
+        gathered = self.processes.gather((found, problem))
+        if problems := [text for _, text in gathered if text is not None]:
+            raise OSError(problems[0])
+        return [value for value, _ in gathered]
 
 
 def as_distributed(tensors: Mapping[str, Tensor], placement: Placement) -> dict[str, Tensor]:

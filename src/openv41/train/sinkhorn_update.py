@@ -22,7 +22,7 @@ class SinkhornBalanced(torch.optim.Optimizer):
 
     Rows of a parameter ``[rows, columns]`` are tokens or n-grams. One buffer is kept. A row goes on
     moving by whole steps after its last gradient, until its momentum is below ``threshold`` of the
-    mean over all rows. Where ``processes`` each hold some of the rows, they exchange three numbers
+    mean over all rows. Where ``processes`` each hold some of the rows, they exchange four numbers
     and the sums of the columns, nothing else.
     """
 

@@ -24,7 +24,14 @@ from openv41.train.schedule import lr_factor
 
 
 class DivergedError(OpenV41Error):
-    """A loss or gradient that is not finite."""
+    """A loss or gradient that is not finite, or a loss that is too high."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what}; the parameters are those of the step before. Start again with a lower "
+            "optimizer.lr or a longer warmup_tokens"
+        )
+        self.what = what
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,9 +115,7 @@ def update(
         optimizer.zero_grad()
         bound = f", above {most:.4g}" if loss > most else ""
         raise DivergedError(
-            f"step {step + 1}: the loss is {loss}{bound}, the gradient norm {grad_norm}; the "
-            "parameters are those of the step before. Start again with a lower optimizer.lr or a "
-            "longer warmup_tokens"
+            f"step {step + 1}: the loss is {loss}{bound}, the gradient norm {grad_norm}"
         )
     lr = config.optimizer.lr * lr_factor(config, step)
     optimizer.set_lr(lr)
