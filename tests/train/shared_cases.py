@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from openv41.train import muon
 from openv41.train.checkpoint import state_tensors
 from openv41.train.config import OptimizerConfig, TrainConfig
 from openv41.train.evaluate import HeldOutImages
@@ -34,6 +35,8 @@ class Case:
     recompute: bool = False
     adamw: bool = False
     images: bool = False
+    lopsided: bool = False  # no token chooses the first half of the experts
+    values_at_once: int = muon.VALUES_AT_ONCE
     lengths: tuple[int, ...] = LENGTHS
 
     def model(self):
@@ -42,7 +45,11 @@ class Case:
             config = replace(config, moe=replace(config.moe, num_experts=6))
         if self.images:
             config = replace(config, vision=VISION)
-        return mini_model(3, torch.float64, config=config)
+        model = mini_model(3, torch.float64, config=config)
+        if self.lopsided:
+            for layer in model.layers:
+                layer.moe.gate.bias.data[:3] = -100
+        return model
 
     def config(self, size):
         update = {"matrix_update": "adamw", "token_update": "adamw"} if self.adamw else {}
@@ -84,6 +91,8 @@ CASES = {
     "recomputed": Case(experts="parallel", micro_batch_tokens=14, recompute=True),
     "adamw": Case(adamw=True),
     "images": Case(experts="parallel", images=True),
+    "idle experts": Case(experts="parallel", lopsided=True),
+    "small chunks": Case(values_at_once=120),
     "one document": Case(lengths=(21,), recompute=True),
 }
 
@@ -112,6 +121,7 @@ def score_images(model, processes):
 
 def run_case(case, processes):
     """Figures of some steps, every parameter and buffer, whole, and a score of images."""
+    muon.VALUES_AT_ONCE = case.values_at_once
     model = case.model().to(processes.device)
     placement = distribute(model, processes, case.experts)
     batches = [case.batch(step) for step in range(STEPS)]
