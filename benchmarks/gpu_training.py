@@ -77,10 +77,8 @@ def measure_ours(options: argparse.Namespace, processes: Processes) -> Line:
     if config.engram is not None:
         model.set_token_map(torch.arange(config.vocab_size) % config.engram.compressed_vocab_size)
     init_weights(model, 1)
-    counter, number = (
-        FlopCounter(model, processes.device),
-        sum(p.numel() for p in model.parameters()),
-    )
+    counter = FlopCounter(model, processes.device)
+    parameters = sum(p.numel() for p in model.parameters())
     documents = options.documents * processes.size
     tokens = documents * options.context
     train = train_config(options, tokens)
@@ -97,7 +95,7 @@ def measure_ours(options: argparse.Namespace, processes: Processes) -> Line:
     speed = flops / found["seconds_per_step"]
     return found | {
         "gpus": processes.size,
-        "parameters": number,
+        "parameters": parameters,
         "tokens_per_second": tokens / found["seconds_per_step"],
         "model_flops_per_second": speed,
         "mfu": counter.share(speed, processes.size),

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from benchmarks.record import record
-from openv41.train.loop import Run, Trainer
+from benchmarks.tiny_runs import tiny_run
+from openv41.train.loop import Trainer
 from openv41.train.metrics import StepRecord
-from openv41.train.recipes import configure
 
 SEEDS = (0, 1, 2)
 SETTINGS = {
@@ -41,20 +41,9 @@ SETTINGS = {
 def train(data: Path, images: Path, seed: int, *, modality_biases: bool) -> list[StepRecord]:
     """Train once; returns the records of all steps."""
     values = {**SETTINGS, "seed": seed, "modality_biases": str(modality_biases).lower()}
-    words = [f"{key}={value}" for key, value in values.items()]
-    model, stages, token_map = configure("tiny", data, words, images=True)
     records: list[StepRecord] = []
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(
-            model=model,
-            stages=stages,
-            token_map=token_map,
-            data=data,
-            heldout=None,
-            images=images,
-            out=Path(folder) / "run",
-            device=torch.device("cpu"),
-        )
+        run = tiny_run(values, Path(folder) / "run", data=data, images=images)
         Trainer(run, resume=False).fit(records.append)
     return records
 

@@ -1,8 +1,8 @@
 """Update rules side by side: head-wise Muon, Muon, AdamW; Sinkhorn against AdamW. Report §2.5.
 
 Trains ``tiny`` on the demo's text, equal tokens and three seeds for each, and writes the held-out
-score and how far apart the sizes of the query heads' updates are. Learning rates are those that did
-best for each rule in trials of this size.
+score and how far apart the sizes of the query heads' updates are. Each rule has a learning rate of
+its own, chosen by hand.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from benchmarks.record import record
-from openv41.train.loop import Run, Trainer
+from benchmarks.tiny_runs import tiny_run
+from openv41.train.loop import Trainer
 from openv41.train.metrics import StepRecord
-from openv41.train.recipes import configure
 
 SEEDS = (0, 1, 2)
 SETTINGS = {
@@ -52,19 +52,9 @@ ARMS: dict[tuple[str, str], dict[str, Any]] = {  # of matrices, of tokens and n-
 
 def train(data: Path, heldout: Path, values: dict[str, Any]) -> tuple[list[StepRecord], float]:
     """Train once; returns the records and the spread of the heads' last step."""
-    words = [f"{key}={value}" for key, value in values.items()]
-    model, stages, token_map = configure("tiny", data, words)
     records: list[StepRecord] = []
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(
-            model=model,
-            stages=stages,
-            token_map=token_map,
-            data=data,
-            heldout=heldout,
-            out=Path(folder) / "run",
-            device=torch.device("cpu"),
-        )
+        run = tiny_run(values, Path(folder) / "run", data=data, heldout=heldout)
         trainer = Trainer(run, resume=False)
         start = head_weights(trainer)
         trainer.fit(records.append)

@@ -113,7 +113,7 @@ def test_parts_of_a_batch_give_the_step_of_the_whole():
 
 def test_documents_keep_their_cuts_wherever_they_are_dealt():
     packed = simulate_replay(answers(), mini_config(), CONFIG, 0)
-    shares = packed.shares(2)
+    shares = [packed.only(numbers) for numbers in packed.dealt(2)]
     assert [share.lengths for share in shares] == [(22,), (17, 1)]
     assert [share.replay.floors for share in shares] == [(8,), (5, 0)]
     assert packed.replay.floors == (5, 0, 8)

@@ -12,6 +12,7 @@ from openv41.cli.ui import progress, show_table
 from openv41.engine.engine import Engine
 from openv41.engine.harness import run_tasks, scores
 from openv41.engine.scoring import Scorer
+from openv41.errors import InputError
 from openv41.io.atomic import write_atomic
 
 COLUMNS = ("task", "metric", "filter", "value", "standard error", "samples")
@@ -31,9 +32,13 @@ def evaluate(
     device: Annotated[str, typer.Option(help="Where to run, such as cpu or cuda.")] = "cpu",
 ) -> None:
     """Run tasks of lm-eval and print their figures."""
+    names = [name.strip() for word in tasks for name in word.split(",") if name.strip()]
+    if not names:
+        raise InputError("--tasks names no task; give the name of one, or a YAML file")
+    if out is not None and not out.absolute().parent.is_dir():
+        raise InputError(f"{out}: there is no folder {out.absolute().parent}; make it first")
     rounding = None if numerics is None else numerics.value
     engine = Engine.load(checkpoint, numerics=rounding, device=resolve_device(device))
-    names = [name.strip() for word in tasks for name in word.split(",") if name.strip()]
     with progress() as bar:
         task = bar.add_task("requests", total=None)
         found = run_tasks(Scorer(engine, lambda count: bar.advance(task, count)), names, limit)

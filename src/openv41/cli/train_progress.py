@@ -51,6 +51,8 @@ def note_events(record: StepRecord) -> None:
     where = f"{record.stage} {record.step}"
     if record.heldout_bits_per_byte is not None:
         note(f"{where}  held-out text {record.heldout_bits_per_byte:.3f} bits/byte")
+    if record.heldout_image_nats is not None:
+        note(f"{where}  held-out images {record.heldout_image_nats:.3f} nats/target")
     if record.spike:
         note(f"{where}  loss spike: {record.loss:#.4g}, far above the steps before it")
 

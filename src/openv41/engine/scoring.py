@@ -122,11 +122,12 @@ class Scorer:
     def _run(self, requests: Sequence[Request]) -> list[Answer]:
         answers: list[Answer] = []
         for some in _parts(requests, AT_ONCE):
-            answers += self.engine.generate(some)
+            found = self.engine.generate(some)
+            for answer in found:
+                if answer.finish_reason is FinishReason.ERROR:
+                    raise OpenV41Error(f"a request of the evaluation failed: {answer.error}")
+            answers += found
             self._progress(len(some))
-        for answer in answers:
-            if answer.finish_reason is FinishReason.ERROR:
-                raise OpenV41Error(f"a request of the evaluation failed: {answer.error}")
         return answers
 
     def _score(self, answer: Answer, start: int) -> tuple[float, bool]:

@@ -25,12 +25,13 @@ from openv41.errors import CheckpointError
 from openv41.io.atomic import atomic_path
 from openv41.train.optimizer import Optimizers
 from openv41.train.parallel import Placed
-from openv41.train.processes import Processes
+from openv41.train.processes import ALONE, Processes
 from openv41.train.sharded_checkpoint import (
     FOLDER_SUFFIX,
     ShardedWriter,
     as_distributed,
     check_folder,
+    parameter_of,
     read_folder,
 )
 
@@ -41,7 +42,6 @@ FORMAT = "openv41-training-state-4"
 ENCODER = "vision.encoder."  # what its parameters begin with in every model
 METADATA_KEY = "state"  # one key, since the library writes several in any order
 
-ALONE = Processes()
 
 logger = logging.getLogger(__name__)
 Description = Mapping[str, Any]  # nested: models, settings, data
@@ -126,7 +126,7 @@ def restore(state: State, optimizer: Optimizers) -> None:
     else:
         placed = {p.name: p for p in optimizer.placement.parameters}
         tensors = {
-            key: _own_rows(value, placed.get(_parameter_of(key)))
+            key: _own_rows(value, placed.get(parameter_of(key)))
             for key, value in load_file(state.path).items()
         }
     put(tensors, optimizer)
@@ -211,11 +211,6 @@ def _own_rows(value: Tensor, placed: Placed | None) -> Tensor:
     if placed is None or not placed.is_split or value.shape != placed.shape:
         return value
     return placed.own_rows(value).clone()
-
-
-def _parameter_of(key: str) -> str:
-    kind, _, rest = key.partition(".")
-    return rest if kind == "model" else rest.rpartition(".")[0]
 
 
 def _failed(path: Path, error: Exception) -> CheckpointError:

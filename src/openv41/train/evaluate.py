@@ -11,13 +11,11 @@ from openv41.layers.batch import Batch
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.train.data import EvaluationWindow, bits_per_byte, evaluation_windows
 from openv41.train.packed_batch import PackedBatch
-from openv41.train.processes import Processes
+from openv41.train.processes import ALONE, Processes
 from openv41.train.sample_batches import pack_samples
 from openv41.train.sample_shards import SampleShards
 from openv41.train.step import next_tokens
 from openv41.train.token_shards import TokenShards
-
-ALONE = Processes()
 
 
 class HeldOut:

@@ -49,7 +49,7 @@ from openv41.train.mixes import check_mixes
 from openv41.train.optimizer import Optimizers
 from openv41.train.packed_batch import PackedBatch
 from openv41.train.parallel import ExpertPlacement, distribute
-from openv41.train.processes import Processes
+from openv41.train.processes import ALONE, Processes
 from openv41.train.sample_batches import PairBatches, SampleBatches
 from openv41.train.sample_shards import SampleShards
 from openv41.train.spikes import SpikeWatch, read_losses
@@ -64,7 +64,6 @@ RUN_FILE = "run.json"
 MODEL_FOLDER = "checkpoint"  # the trained model, in the format's plain float32 variant
 ADAPTER_FILE = "adapter.safetensors"  # of a run with LoRA, beside the merged model
 
-ALONE = Processes()
 
 logger = logging.getLogger(__name__)
 Report = Callable[[StepRecord], None]

@@ -87,32 +87,26 @@ class PackedBatch:
 
     def split(self, most: int) -> Iterator["PackedBatch"]:
         """Consecutive documents in parts of at most ``most`` tokens, or of one document."""
-        first = 0
-        while first < len(self.lengths):
-            last = first + 1
-            while last < len(self.lengths) and sum(self.lengths[first : last + 1]) <= most:
-                last += 1
-            yield self._part(first, last)
-            first = last
+        return (self._part(first, last) for first, last in part_bounds(self.lengths, most))
 
-    def shares(self, count: int) -> list["PackedBatch"]:
-        """The documents in ``count`` parts of about as many tokens; the longest are dealt first.
+    def dealt(self, count: int) -> list[list[int]]:
+        """Numbers of the documents in ``count`` shares of about as many tokens.
 
-        A part without a document is left out, so that there are fewer parts than asked for.
+        The longest are dealt first. A share without a document is left out.
         """
-        if count == 1:
-            return [self]
         load = [0] * count
-        dealt: list[list[int]] = [[] for _ in range(count)]
-        for index in sorted(range(len(self.lengths)), key=lambda i: (-self.lengths[i], i)):
-            part = load.index(min(load))
-            load[part] += self.lengths[index]
-            dealt[part].append(index)
-        return [self._documents(sorted(indices)) for indices in dealt if indices]
+        shares: list[list[int]] = [[] for _ in range(count)]
+        for number in sorted(range(len(self.lengths)), key=lambda n: (-self.lengths[n], n)):
+            share = load.index(min(load))
+            load[share] += self.lengths[number]
+            shares[share].append(number)
+        return [sorted(share) for share in shares if share]
 
-    def _documents(self, indices: Sequence[int]) -> "PackedBatch":
-        """Some documents, in this order."""
-        first, *others = (self._part(index, index + 1) for index in indices)
+    def only(self, numbers: Sequence[int]) -> "PackedBatch":
+        """Some of the documents, in this order."""
+        if len(numbers) == len(self.lengths):
+            return self
+        first, *others = (self._part(number, number + 1) for number in numbers)
         for other in others:
             first = first.beside(other)
         return first
@@ -138,6 +132,17 @@ class PackedBatch:
             grids[first:last],
             None if self.replay is None else self.replay.part(first, last),
         )
+
+
+def part_bounds(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """First and last + 1 of consecutive documents of at most ``most`` tokens, or of one."""
+    first = 0
+    while first < len(lengths):
+        last = first + 1
+        while last < len(lengths) and sum(lengths[first : last + 1]) <= most:
+            last += 1
+        yield first, last
+        first = last
 
 
 def _patches(documents: tuple[tuple[ImageGrid, ...], ...]) -> int:

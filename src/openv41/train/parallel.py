@@ -25,11 +25,10 @@ from openv41.layers.experts import MixtureOfExperts, RoutedExperts
 from openv41.layers.quantized_linear import QuantizedTable
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.train.contrastive import ContrastiveModel
-from openv41.train.processes import Processes
+from openv41.train.processes import ALONE, Processes
 
 ExpertPlacement = Literal["sharded", "parallel"]
 StageModel = CausalEncoderDecoder | ContrastiveModel
-ALONE = Processes()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

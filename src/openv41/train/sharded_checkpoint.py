@@ -122,7 +122,7 @@ def as_distributed(tensors: Mapping[str, Tensor], placement: Placement) -> dict[
     placed = {p.name: p for p in placement.parameters}
     made = {}
     for key, value in tensors.items():
-        of = placed.get(_parameter_of(key))
+        of = placed.get(parameter_of(key))
         is_part = of is not None and value.shape == of.local.shape
         made[key] = of.as_distributed(value, placement.mesh) if of and is_part else value
     return made
@@ -143,7 +143,7 @@ def read_folder(path: Path, optimizer: Optimizers) -> dict[str, Tensor]:
     placed = {p.name: p for p in placement.parameters}
     metadata = FileSystemReader(path).read_metadata().state_dict_metadata
     tensors = {
-        key: _room(about, placed.get(_parameter_of(key)))
+        key: _room(about, placed.get(parameter_of(key)))
         for key, about in metadata.items()
         if isinstance(about, TensorStorageMetadata)
     }
@@ -162,7 +162,8 @@ def _room(about: TensorStorageMetadata, placed: Placed | None) -> Tensor:
     return torch.zeros(shape, dtype=about.properties.dtype, device=device)
 
 
-def _parameter_of(key: str) -> str:
+def parameter_of(key: str) -> str:
+    """Parameter that a value of ``state_tensors`` belongs to."""
     kind, _, rest = key.partition(".")
     return rest if kind == "model" else rest.rpartition(".")[0]
 

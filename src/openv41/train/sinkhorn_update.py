@@ -12,9 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from openv41.train.processes import Processes
-
-ALONE = Processes()
+from openv41.train.processes import ALONE, Processes
 
 
 class SinkhornBalanced(torch.optim.Optimizer):

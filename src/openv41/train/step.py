@@ -17,7 +17,7 @@ from openv41.train.config import TrainConfig
 from openv41.train.distill import Teachers
 from openv41.train.freezing import freeze
 from openv41.train.optimizer import Optimizers
-from openv41.train.packed_batch import PackedBatch
+from openv41.train.packed_batch import PackedBatch, part_bounds
 from openv41.train.processes import Processes
 from openv41.train.replay_simulation import simulate_replay
 from openv41.train.schedule import lr_factor
@@ -250,10 +250,15 @@ def own_parts(
     or of the batch's shortest document where it has none, that count for nothing.
     """
     most = most or len(packed.ids)
-    parts = [list(share.split(most)) for share in packed.shares(processes.size)]
-    own = parts[processes.rank] if processes.rank < len(parts) else []
-    spare = own[0] if own else min(packed.split(1), key=lambda part: len(part.ids))
-    return own, [spare] * (max(map(len, parts)) - len(own))
+    dealt = packed.dealt(processes.size)
+    has_own = processes.rank < len(dealt)
+    own = list(packed.only(dealt[processes.rank]).split(most)) if has_own else []
+    shares = ([packed.lengths[number] for number in numbers] for numbers in dealt)
+    wanted = max(len(list(part_bounds(lengths, most))) for lengths in shares)
+    if len(own) == wanted:
+        return own, []
+    shortest = packed.lengths.index(min(packed.lengths))
+    return own, [own[0] if own else packed.only([shortest])] * (wanted - len(own))
 
 
 def next_tokens(
