@@ -314,3 +314,24 @@ def test_an_event_says_whose_fault_an_error_is(model, error, is_own):
     assert events[-1].error == f"{type(error).__name__}: {error}"
     assert events[-1].is_own_fault is is_own
     assert len(events) == 2, "one token, then the error"
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("layers.3.expert_ids", lambda ids: ids + 1000),
+        ("layers.3.expert_ids", lambda ids: ids * 0),
+        ("layers.3.expert_ids", lambda ids: ids[:, 0]),
+        ("layers.3.expert_ids", lambda ids: ids.float()),
+        ("layers.3.expert_ids", lambda ids: ids.repeat(10, 1)),
+        ("layers.5.topk_indices", lambda rows: rows * 0 + 15),
+        ("layers.5.topk_indices", lambda rows: rows * 0 - 7),
+        ("layers.99.expert_ids", lambda ids: ids),
+    ],
+)
+def test_choices_that_the_model_cannot_make_are_refused(name, change):
+    engine, prompt = engine_of(arm(torch.float32, bitwise=True)), random_ids(17)
+    good = only(engine, greedy(prompt, 4, record_choices=True)).choices
+    wrong = {**good, name: change(good.get(name, good["layers.3.expert_ids"]))}
+    with pytest.raises(ConfigError, match=rf"choices.*{name}"):
+        engine.generate([greedy(prompt, 4, choices=wrong)])

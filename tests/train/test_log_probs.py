@@ -134,13 +134,22 @@ def test_a_smaller_vocabulary_of_the_engine():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda r: {"layers.0.topk_indices": r["layers.2.topk_indices"]}, "holds 'layers.0.topk_"),
+        (
+            lambda r: {"layers.0.topk_indices": r["layers.2.topk_indices"]},
+            "layers.0.topk_indices is nothing that this model chooses",
+        ),
         (
             lambda r: {"layers.1.expert_ids": r["layers.1.expert_ids"].repeat(2, 1)},
-            "has 36 rows of",
+            "has 36 rows, its document 18",
         ),
-        (lambda r: {"layers.1.expert_ids": r["layers.1.expert_ids"] + 3}, "cannot choose there"),
-        (lambda r: {"layers.1.expert_ids": r["layers.1.expert_ids"][:, :1]}, "cannot choose there"),
+        (
+            lambda r: {"layers.1.expert_ids": r["layers.1.expert_ids"] + 3},
+            "that this model cannot choose",
+        ),
+        (
+            lambda r: {"layers.1.expert_ids": r["layers.1.expert_ids"][:, :1]},
+            "that this model cannot choose",
+        ),
         (lambda r: {"layers.5.topk_indices": r["layers.5.topk_indices"] + 9}, "cannot choose"),
     ],
 )

@@ -212,3 +212,38 @@ def test_one_step_on_a_gpu(shards, tmp_path):
         Trainer(run, resume=False).fit()
     losses = [[r["loss"] for r in read_log(run.out)] for run in (cpu, gpu)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+def test_a_run_that_learned_nothing_is_no_success(shards, tmp_path, monkeypatch):
+    def spoiled(*_, **__):
+        raise DivergedError("the loss is nan")
+
+    monkeypatch.setattr(loop, "train_step", spoiled)
+    run = mini_run(shards, tmp_path / "out", tokens=64)
+    with pytest.raises(DivergedError, match="the loss is nan"):
+        Trainer(run, resume=False).fit()
+    assert not (run.out / "checkpoint").exists()
+
+
+@pytest.mark.parametrize("is_spoiled", [False, True])
+def test_a_skipped_end_is_saved_if_the_parameters_are_good(
+    shards, tmp_path, monkeypatch, is_spoiled
+):
+    plain = loop.train_step
+
+    def spoiled(model, optimizer, packed, config, step, **more):
+        if step == 5:
+            if is_spoiled:
+                model.head.weight.data[0, 0] = math.nan
+            raise DivergedError("the loss is nan")
+        return plain(model, optimizer, packed, config, step, **more)
+
+    monkeypatch.setattr(loop, "train_step", spoiled)
+    run = mini_run(shards, tmp_path / "out")
+    if is_spoiled:
+        with pytest.raises(DivergedError, match="the loss is nan"):
+            Trainer(run, resume=False).fit()
+        assert Trainer(run, resume=True).step == 4
+    else:
+        Trainer(run, resume=False).fit()
+        assert Trainer(run, resume=True).step == 6

@@ -277,3 +277,9 @@ def test_a_run_starts_from_the_weights_of_a_checkpoint(shards, base, tmp_path):
     assert not torch.equal(trainer.model.head.weight, start["head.weight"])
     with pytest.raises(ConfigError, match=r"from: the run has '\w{64}', now it is None"):
         Trainer(replace(run, base=None), resume=True)
+
+
+def test_a_rank_above_every_layer_is_refused():
+    model = mini_model(1)
+    with pytest.raises(ConfigError, match=r"rank is 1000; the widest layer has \d+"):
+        adapt(model, LoraConfig(rank=1000), seed=0)

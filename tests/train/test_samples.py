@@ -93,7 +93,7 @@ def test_answers_and_their_weights(tmp_path):
         ({"parts": [{"text": 3}]}, "found ['text']"),
         ({"parts": [{"text": "a", "loss": 1}]}, "'loss' is 1, must be true or false"),
         ({"parts": [{"text": "a", "los": 1}]}, "a part has no field 'los'"),
-        ({"parts": [{"text": "a", "weight": -1}]}, "'weight' is -1, must be a number, at least 0"),
+        ({"parts": [{"text": "a", "weight": -1}]}, "'weight' is -1, must be a number from 0"),
         ({"parts": [{"text": "a"}], "weight": True}, "'weight' is True, must be a number"),
         ({"messages": [{"role": "user", "los": 1}]}, "a message has no field 'los'"),
         ({"messages": [{"role": "user", "loss": True}]}, "only messages of the assistant"),
@@ -103,7 +103,7 @@ def test_answers_and_their_weights(tmp_path):
             {"messages": [{"role": "user", "content": [{"text": "x", "loss": False}]}]},
             "'loss' and 'weight' belong to the message",
         ),
-        ({"image": "none.png", "text": "x"}, "none.png: No such file"),
+        ({"image": "none.png", "text": "x"}, "'none.png': [Errno 2] No such file"),
         ({"image": {"bytes": "%"}, "text": "x"}, "the image is no base64"),
         ({"image": 3, "text": "x"}, "an image is a path or {'bytes': ...}, found 3"),
         ({"messages": [{"content": "x"}]}, "a message needs a 'role'"),
@@ -135,3 +135,38 @@ def test_parquet(tmp_path):
     found = list(read_samples(tmp_path / "samples.parquet"))
     assert [s.parts[0].data for s in found] == [png(7), png(8)]
     assert [s.parts[1].text for s in found] == ["seven", "eight"]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"weight": 1e39}, "'weight' is 1e+39, must be a number"),
+        ({"weight": 10**400}, "must be a number"),
+        ({"weight": 1e20, "messages": [{"role": "user", "content": "a"},
+          {"role": "assistant", "content": "b", "weight": 1e30}]}, "weight of 1e+50"),
+        ({"weights": 3}, "a sample has no field 'weights'"),
+        ({"loss": False}, "a sample has no field 'loss'"),
+    ],
+)  # fmt: skip
+def test_weights_that_no_float_holds_and_misspelt_fields(tmp_path, record, message):
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    file = write(tmp_path, {"messages": talk} | record)
+    with pytest.raises(DataError, match=re.escape(message)):
+        list(read_samples(file))
+
+
+@pytest.mark.parametrize("image", ["a\0b", {"path": "a\0b"}, {"bytes": "\u00e9"}])
+def test_images_that_cannot_be_named_or_decoded(tmp_path, image):
+    file = write(tmp_path, {"image": image, "text": "a"})
+    with pytest.raises(DataError, match=r"samples\.jsonl:1: "):
+        list(read_samples(file))
+
+
+def test_nested_lines_and_a_byte_order_mark(tmp_path):
+    file = tmp_path / "samples.jsonl"
+    file.write_text("[" * 200_000)
+    with pytest.raises(DataError, match=r"samples\.jsonl:1: no valid JSON"):
+        list(read_samples(file))
+    record = {"parts": [{"text": "a"}]}
+    file.write_bytes(b"\xef\xbb\xbf" + json.dumps(record).encode())
+    assert [sample.parts for sample in read_samples(file)] == [(TextPart("a"),)]

@@ -12,6 +12,7 @@ from openv41.engine.paged_store import CacheConfig
 from openv41.engine.sampler import SamplingConfig
 from openv41.errors import ConfigError
 from openv41.io.image_processor import ProcessedImage
+from openv41.model.recorded_choices import problems_of
 
 MAX_STOP = 1024  # characters of a stop string: each one's table is made before it can be found
 
@@ -94,6 +95,9 @@ def check_room(request: Request, config: ModelConfig, cache: CacheConfig) -> Non
             f"prompt and answer may take {wanted} positions; the cache has {positions}: lower "
             "max_tokens or give it more pages"
         )
+    length = len(request.prompt) + request.max_tokens
+    found = problems_of(request.choices or {}, config, length)
+    problems += [f"choices: {problem}; give the record of this model and text" for problem in found]
     if problems:
         raise ConfigError("request", problems)
 

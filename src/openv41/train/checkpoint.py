@@ -215,7 +215,8 @@ def _own_rows(value: Tensor, placed: Placed | None) -> Tensor:
 
 def _failed(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"{path}: cannot write the checkpoint: {error}; the one before it is still good"
+        f"{path}: cannot write the checkpoint: {error}; the one before it, if there is one, is "
+        "still good: make room, then go on with --resume"
     )
 
 

@@ -5,7 +5,6 @@ teacher's hidden states are kept for one part of a batch; its logits are rebuilt
 for a few positions at a time, beside the student's (ops/reverse_kl.py).
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,8 @@ from openv41.model.causal_encoder_decoder import CausalEncoderDecoder, Head
 from openv41.train.packed_batch import PackedBatch
 from openv41.train.sample_shards import SampleShards, pixel_settings
 from openv41.train.stages import Stage
+
+MOST = 1e6  # of a teacher's weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +88,8 @@ def parse_teachers(words: Iterable[str]) -> tuple[TeacherSpec, ...]:
         except ValueError:  # the = belongs to the folder's name
             path, weight = word, 1.0
         specs.append(TeacherSpec(Path(path if separator and path else word), weight))
-        if not 0 < weight < math.inf:
-            problems.append(f"the weight of {path} is {text}, must be above 0 and finite")
+        if not 0 < weight <= MOST:
+            problems.append(f"the weight of {path} is {text}, must be above 0, at most {MOST:.0e}")
     if problems:
         raise ConfigError("--teacher", problems)
     return tuple(specs)

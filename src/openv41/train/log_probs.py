@@ -5,19 +5,18 @@ must make the same choices, or its ratio to the rollout says nothing (routing re
 records them: ``Request(record_choices=True)`` gives ``Answer.choices``, one record.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from openv41.errors import InputError
 from openv41.layers.probe import Record, RecordProbe
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
+from openv41.model.recorded_choices import problems_of
 from openv41.ops.linear_loss import LOGITS_AT_ONCE
-from openv41.plan import plan_layers
 from openv41.train.packed_batch import PackedBatch
 from openv41.train.step import next_tokens
 
@@ -70,48 +69,8 @@ def _check(
             f"{len(records)} records for {len(packed.lengths)} documents; give one per document, "
             "None where its choices are free"
         )
-    choices = {choice.name: choice for choice in _choices(model)}
     for place, (record, length) in enumerate(zip(records, packed.lengths, strict=True)):
-        for name, rows in (record or {}).items():
-            if name not in choices:
-                raise InputError(
-                    f"records[{place}] holds {name!r}, this model chooses {', '.join(choices)}; "
-                    "give records of this model"
-                )
-            if len(rows) > length:
-                raise InputError(
-                    f"records[{place}] has {len(rows)} rows of {name}, its document {length} "
-                    "tokens; give the record of this document"
-                )
-            if not choices[name].allows(rows):
-                raise InputError(
-                    f"records[{place}] holds ids of {name} that this model cannot choose there; "
-                    "give the record of this model and document"
-                )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Choice:
-    """What a layer chooses: ``top_k`` of ``num_experts``, or entries of ``ratio`` tokens each."""
-
-    name: str
-    top_k: int = 0
-    num_experts: int = 0
-    ratio: int = 0
-
-    def allows(self, rows: Int[Tensor, "rows K"]) -> bool:
-        """Whether rows of positions 0, 1, ... may have been chosen."""
-        if self.ratio:
-            visible = (torch.arange(len(rows), device=rows.device) + 1) // self.ratio
-            return bool(((rows >= -1) & (rows < visible[:, None])).all())
-        in_range = ((rows >= 0) & (rows < self.num_experts)).all()
-        return rows.shape[1] == self.top_k and bool(in_range)
-
-
-def _choices(model: CausalEncoderDecoder) -> Iterator[_Choice]:
-    moe = model.config.moe
-    for plan in plan_layers(model.config):
-        name = f"layers.{plan.layer}"
-        yield _Choice(name=f"{name}.expert_ids", top_k=moe.top_k, num_experts=moe.num_experts)
-        if plan.is_index_source:
-            yield _Choice(name=f"{name}.topk_indices", ratio=plan.ratio)
+        if problems := problems_of(record or {}, model.config, length):
+            raise InputError(
+                f"records[{place}]: {problems[0]}; give the record of this model and document"
+            )

@@ -170,7 +170,8 @@ class Trainer:
                 if stops and not last:
                     self.checkpoints.finish()
                     raise StoppedError(received[0] if received else signal.SIGTERM, self.step)
-            if self.skipped:  # the last steps: what they left is not saved yet
+            if self.skipped:  # the last steps
+                self._check_finite()
                 self.save()
         self.checkpoints.finish()
         return self._export(run.out / MODEL_FOLDER)
@@ -289,10 +290,19 @@ class Trainer:
     def _skip(self, error: DivergedError) -> None:
         """Go on behind a batch that changed nothing, unless too many did so in a row."""
         self.skipped += 1
-        if self.skipped > self.train.max_skipped_steps:
+        place, self.last_error = place_of(self.run.stages, self.step), error
+        learned_nothing = place.is_last and self.skipped > place.step
+        if self.skipped > self.train.max_skipped_steps or learned_nothing:
             raise error
         logger.warning("%s; this batch is skipped", error.what)
         self.step += 1
+
+    def _check_finite(self) -> None:
+        """Raise what kept the last step from being taken if the parameters are to blame."""
+        parameters = self.optimizer.placement.parameters
+        is_finite = all(bool(torch.isfinite(p.local).all()) for p in parameters)
+        if self.processes.any(not is_finite):
+            raise self.last_error
 
     def _enter(self, place: Place, base: Path | None = None) -> None:
         """Open the data of a stage, and make a model and optimizers for it, with new values.

@@ -56,6 +56,11 @@ def adapt(model: CausalEncoderDecoder, config: LoraConfig, seed: int) -> None:
         for target in config.targets
         if not any(_is_named(name, target) for name in layers)
     ]
+    widest = max(
+        min(layer.weight.shape[-2:]) for layer in layers.values() if layer.weight is not None
+    )
+    if config.rank > widest:
+        problems.append(f"rank is {config.rank}; the widest layer has {widest}, which is all of it")
     if problems:
         raise ConfigError("lora", problems)
     generator = torch.Generator(model.norm.weight.device).manual_seed(seed)

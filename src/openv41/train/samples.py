@@ -18,17 +18,17 @@ is how much each of its tokens counts in the loss; a message that has one is lea
 """
 
 import base64
-import binascii
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from openv41.errors import DataError, PromptError
 from openv41.prompt import Conversation, from_request
 
+MOST = 1e30  # of a weight: float32 holds it, and its sums
 FORMS = ("image", "parts", "messages")
 SETTINGS = ("tools", "thinking", "reasoning_effort", "drop_thinking", "response_format")
 FIELDS = (
@@ -83,13 +83,13 @@ def read_samples(file: Path) -> Iterator[Sample]:
 
 def _read_jsonl(file: Path) -> Iterator[tuple[str, object]]:
     try:
-        with file.open(encoding="utf-8") as lines:
+        with file.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 where = f"{file}:{number}"
                 if line.strip():
                     try:
                         yield where, json.loads(line)
-                    except ValueError as error:
+                    except (ValueError, RecursionError) as error:
                         raise DataError(f"{where}: no valid JSON: {error}") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{file}: not UTF-8 text: {error}") from None
@@ -121,6 +121,7 @@ def _sample(record: object, where: str, folder: Path) -> Sample:
             f"{where}: a sample holds one of 'image' (with 'text'), 'parts' or 'messages'; "
             f"found {found}"
         )
+    _check_names(record, where)
     weight = _weight({"weight": record.get("weight")}, where)
     if "messages" in record:
         return _conversation(record, weight, where, folder)
@@ -130,13 +131,24 @@ def _sample(record: object, where: str, folder: Path) -> Sample:
     return Sample(where, parts=_parts(parts, where, folder, weight))
 
 
+def _check_names(record: Mapping[str, Any], where: str) -> None:
+    """Refuse what looks like a field of a sample and is none; other fields are not ours."""
+    known = (*FORMS, *SETTINGS, "text", "weight")
+    for name in record:
+        like = get_close_matches(name, known, n=1, cutoff=0.8)
+        if name not in known and (like or name == "loss"):
+            raise DataError(
+                f"{where}: a sample has no field {name!r}; it may have {', '.join(known)}"
+            )
+
+
 def _conversation(record: Mapping[str, Any], weight: float, where: str, folder: Path) -> Sample:
     turns = record["messages"]
     if not isinstance(turns, Sequence) or isinstance(turns, str):
         raise DataError(f"{where}: 'messages' must be a list of messages")
     turns = [_filled(turn, FIELDS, "message", where) for turn in turns]
     weights = tuple(
-        weight * _answer_weight(turn, where, is_last=place == len(turns) - 1)
+        _times(weight, _answer_weight(turn, where, is_last=place == len(turns) - 1), where)
         for place, turn in enumerate(turns)
     )
     request = {name: record[name] for name in SETTINGS if record.get(name) is not None}
@@ -183,11 +195,19 @@ def _weight(source: Mapping[str, Any], where: str, *, learned: bool = True) -> f
         raise DataError(f"{where}: 'loss' is {loss!r}, must be true or false")
     if weight is not None:
         is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not is_number or not 0 <= weight < math.inf:
-            raise DataError(f"{where}: 'weight' is {weight!r}, must be a number, at least 0")
+        if not is_number or not 0 <= weight <= MOST:
+            raise DataError(
+                f"{where}: 'weight' is {weight!r:.40}, must be a number from 0 to {MOST:.1e}"
+            )
     if loss is None:
         loss = learned or weight is not None
     return float(1 if weight is None else weight) if loss else 0.0
+
+
+def _times(weight: float, own: float, where: str) -> float:
+    if weight * own > MOST:
+        raise DataError(f"{where}: a weight of {weight * own:.0e}, must be at most {MOST:.1e}")
+    return weight * own
 
 
 def _filled(value: object, fields: Sequence[str], what: str, where: str) -> dict[str, Any]:
@@ -211,7 +231,7 @@ def _parts(parts: object, where: str, folder: Path, weight: float = 1.0) -> tupl
 def _part(part: object, where: str, folder: Path, weight: float) -> Part:
     filled = _filled(part, ("text", "image", "loss", "weight", "type"), "part", where)
     if isinstance(text := filled.get("text"), str) and "image" not in filled:
-        return TextPart(text, weight * _weight(filled, where))
+        return TextPart(text, _times(weight, _weight(filled, where), where))
     if "image" in filled and "text" not in filled:
         return _image(filled["image"], where, folder)
     raise DataError(f"{where}: a part holds a 'text' or an 'image', found {sorted(filled)}")
@@ -222,15 +242,15 @@ def _image(image: object, where: str, folder: Path) -> ImagePart:
         path = folder / image
         try:
             return ImagePart(path.read_bytes(), str(path))
-        except OSError as error:
-            raise DataError(f"{where}: cannot read {path}: {error.strerror}") from None
+        except (OSError, ValueError) as error:
+            raise DataError(f"{where}: cannot read the image {image!r:.60}: {error}") from None
     data = image.get("bytes") if isinstance(image, Mapping) else None
     if isinstance(data, bytes):
         return ImagePart(data, f"the image of {where}")
     if isinstance(data, str):
         try:
             return ImagePart(base64.b64decode(data, validate=True), f"the image of {where}")
-        except binascii.Error as error:
+        except ValueError as error:
             raise DataError(f"{where}: the image is no base64: {error}") from None
     if isinstance(image, Mapping) and isinstance(image.get("path"), str):
         return _image(image["path"], where, folder)

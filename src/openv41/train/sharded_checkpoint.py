@@ -75,7 +75,8 @@ class ShardedWriter:
         try:
             future.result()
         except CheckpointException as error:
-            raise OSError(str(error)) from None
+            causes = [failure[0] for failure in error.failures.values()]
+            raise OSError("; ".join(dict.fromkeys(map(str, causes)))) from None
         summaries = self._together(lambda: self._summaries(path))
         self._together(lambda: self._name(path, about, summaries))
         return True
