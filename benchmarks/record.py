@@ -35,11 +35,17 @@ def machine() -> dict[str, object]:
     }
 
 
-def record(name: str, lines: Iterable[dict[str, object]]) -> list[dict[str, object]]:
-    """Measure, write and return the lines of one benchmark."""
-    about = machine()
+def record(
+    name: str,
+    lines: Iterable[dict[str, object]],
+    *,
+    about: dict[str, object] | None = None,
+    folder: Path = RESULTS,
+) -> list[dict[str, object]]:
+    """Measure, write and return the lines of one benchmark; ``about`` is the machine otherwise."""
+    about = machine() if about is None else about
     kept = [about | line for line in lines]
-    RESULTS.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(line) + "\n" for line in kept)
-    write_atomic(RESULTS / f"{name}.jsonl", text.encode())
+    write_atomic(folder / f"{name}.jsonl", text.encode())
     return kept

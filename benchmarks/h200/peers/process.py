@@ -1,0 +1,92 @@
+"""A peer in its own process: loads, checks itself, then takes samples when it is told to.
+
+The child writes one JSON line when it is ready and one for every request, on a pipe of its own;
+what it prints itself goes to a log beside the peers.
+"""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.h200.candidates import NotRunError
+from benchmarks.record import REPOSITORY
+
+ANSWER_SECONDS = 60.0
+
+
+class PeerProcess:
+    """Looks to the harness like a candidate of this process."""
+
+    def __init__(self, name: str, shape: Mapping[str, Any], folder: Path, limit: float) -> None:
+        self.name = f"peer {name}"
+        self._end, child_end = os.pipe()
+        self._rest = b""
+        log = folder / f"{name.replace(':', '_')}.log"
+        with log.open("ab") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.h200.peers.child", name, str(child_end)],
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=out,
+                pass_fds=(child_end,),
+                cwd=REPOSITORY,
+            )
+        os.close(child_end)
+        self._send({"shape": dict(shape), "folder": str(folder.resolve())})
+        try:
+            ready = self._answer(limit)
+        except NotRunError:
+            self.close()
+            raise
+        self.error, self.mode, self.what = ready["error"], ready["mode"], ready["what"]
+
+    def count(self, clock: object, seconds: float) -> int:
+        """Samples of one turn."""
+        self._send({"count": seconds})
+        return int(self._answer(ANSWER_SECONDS)["count"])
+
+    def sample(self, clock: object, count: int) -> list[float]:
+        """Microseconds, by the child's own clock, which works as ours."""
+        self._send({"sample": count})
+        return list(self._answer(ANSWER_SECONDS)["samples"])
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self._end)
+
+    def _send(self, request: dict[str, Any]) -> None:
+        assert self._process.stdin is not None, "the process has a pipe"
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # the answer says so
+
+    def _answer(self, seconds: float) -> dict[str, Any]:
+        until = time.monotonic() + seconds
+        while b"\n" not in self._rest:
+            ready, _, _ = select.select([self._end], [], [], max(0.0, until - time.monotonic()))
+            if not ready:
+                raise NotRunError(f"no answer within {seconds:.0f} s")
+            more = os.read(self._end, 1 << 16)
+            if not more:
+                raise NotRunError(f"ended with code {self._process.wait()}")
+            self._rest += more
+        line, _, self._rest = self._rest.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        if "not_run" in answer:
+            raise NotRunError(answer["not_run"])
+        return answer
