@@ -101,9 +101,11 @@ class ConfidenceHistory:
         if len(self._recent) == self._lag:
             self._settled.update(self._recent.popleft())
 
-    def rows(self, requests: Sequence[int]) -> Float[np.ndarray, "B X"]:
-        """What the next step may know of these requests."""
-        unknown = np.ones(self._num_drafts)
+    def rows(
+        self, requests: Sequence[int], unknown: Float[np.ndarray, " X"] | None = None
+    ) -> Float[np.ndarray, "B X"]:
+        """What the next step may know of these requests; ``unknown`` stands in for ones."""
+        unknown = np.ones(self._num_drafts) if unknown is None else unknown
         found = [self._settled.get(request, unknown) for request in requests]
         return np.stack(found) if found else np.ones((0, self._num_drafts))
 
