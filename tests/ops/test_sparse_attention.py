@@ -18,6 +18,13 @@ def attend(q, window_kv, window_rows, main_kv, main_rows, *rest):
     return ops.sparse_attention(q, window_kv, keys[0], main_kv, keys[1], *rest)
 
 
+def planned(rows, **changes):
+    """Keys whose plan claims something else than it found."""
+    keys = ops.plan_keys(rows)
+    keys.__dict__["plan"] = keys.plan._replace(**changes)
+    return keys
+
+
 def case(T, H=2, C=4, S=9, M=7, W=3, K=4, dtype=torch.float64):  # noqa: PLR0917
     q = torch.randn(T, H, C).to(dtype)
     window_kv, main_kv = torch.randn(S, C).to(dtype), torch.randn(M, C).to(dtype)
@@ -120,8 +127,8 @@ def test_where_nothing_is_hidden_bias_does_no_work(T, dtype):
     """Few queries that see all their keys skip the bias, with the same bits."""
     q, window_kv, window_rows, main_kv, main_rows, sink, scale = case(T, H=3, K=5, dtype=dtype)
     whole = [ops.plan_keys(rows.clamp(min=0)) for rows in (window_rows, main_rows)]
-    masked = [ops.Keys(keys.rows, keys.bias) for keys in whole]
-    assert [keys.is_whole for keys in whole + masked] == [True, True, False, False]
+    masked = [planned(keys.listed, is_whole=False) for keys in whole]
+    assert [keys.plan.is_whole for keys in whole + masked] == [True, True, False, False]
     got, want = (
         ops.sparse_attention(q, window_kv, near, main_kv, far, sink, scale)
         for near, far in (whole, masked)
@@ -129,13 +136,13 @@ def test_where_nothing_is_hidden_bias_does_no_work(T, dtype):
     assert torch.equal(got, want)
     q.requires_grad_()
     assert torch.equal(
-        attend(q, window_kv, whole[0].rows, main_kv, whole[1].rows, sink, scale), got
+        attend(q, window_kv, whole[0].listed, main_kv, whole[1].listed, sink, scale), got
     )
 
 
 def test_one_absent_row_makes_a_plan_not_whole():
-    assert not ops.plan_keys(torch.tensor([[0, 1], [2, -1]])).is_whole
-    assert not ops.plan_keys(torch.tensor([[0, 1]]), deterministic=True).is_whole
+    assert not ops.plan_keys(torch.tensor([[0, 1], [2, -1]])).plan.is_whole
+    assert not ops.plan_keys(torch.tensor([[0, 1]]), deterministic=True).plan.is_whole
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -146,8 +153,8 @@ def test_one_query_that_reads_rows_in_order_gathers_nothing(near, far, dtype, si
     q, window_kv, _, main_kv, *_ = case(1, H=3, C=16, dtype=dtype)
     sinks = torch.tensor([0.2, sink, sink]).to(dtype)
     in_order = [ops.plan_keys(torch.arange(num)[None]) for num in (near, far)]
-    general = [keys._replace(is_in_order=False) for keys in in_order]
-    assert all(keys.is_in_order and keys.is_whole for keys in in_order)
+    general = [planned(keys.listed, is_in_order=False) for keys in in_order]
+    assert all(keys.plan.is_in_order and keys.plan.is_whole for keys in in_order)
     got, want = (
         ops.sparse_attention(q, window_kv, a, main_kv, b, sinks, 0.25)
         for a, b in (in_order, general)
@@ -157,8 +164,8 @@ def test_one_query_that_reads_rows_in_order_gathers_nothing(near, far, dtype, si
 
 def test_other_orders_gather():
     for rows in ([[1, 0]], [[0, 2]], [[0, -1]], [[0, 0]], [[0], [0]]):
-        assert not ops.plan_keys(torch.tensor(rows)).is_in_order
-    assert not ops.plan_keys(torch.tensor([[0, 1]]), deterministic=True).is_in_order
+        assert not ops.plan_keys(torch.tensor(rows)).plan.is_in_order
+    assert not ops.plan_keys(torch.tensor([[0, 1]]), deterministic=True).plan.is_in_order
 
 
 @pytest.mark.parametrize("sink", [0.5, -math.inf])

@@ -1,6 +1,8 @@
 """Attention over a window and selected entries, one softmax with a sink. Report §2.3.1."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +15,13 @@ from openv41.ops.deterministic import TILE_ROWS, TILE_WIDTH, whole_tiles
 from openv41.ops.precision import WIDE, cast, widened
 
 QUERIES_AT_ONCE = 512  # queries whose gathered keys are held at one time
+READERS_AT_ONCE = 2048  # queries whose gradients of listed rows the kernel holds at one time
 BAND = 16  # neighbouring queries that may read one range of rows together
 WIDEST_RANGE = 4  # times the rows that a query reads: above, gathering row by row is cheaper
 NO_SINK = -1e30  # stands for a sink of -inf, so that a query without keys gives zero
 
 
-class Keys(NamedTuple):
+class Plan(NamedTuple):
     """Rows that bands of neighbouring queries read together, and what each query sees of them.
 
     ``bias`` is added to a query's scores: 0 shows a row, -inf hides it. ``is_whole`` says that
@@ -32,20 +35,53 @@ class Keys(NamedTuple):
     is_in_order: bool = False
 
 
+@dataclass(frozen=True, eq=False)
+class Keys:
+    """Rows that each query lists; how to read them is worked out once, for who needs it.
+
+    The kernel reads the lists as they are. ``plan`` serves the reference, ``readers`` the
+    kernel's backward: layers that share the keys share both.
+    """
+
+    listed: Int[Tensor, "T K"]  # -1 is none
+    deterministic: bool = False
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What the reference reads together."""
+        return plan_bands(self.listed, deterministic=self.deterministic)
+
+    @cached_property
+    def readers(self) -> list[tuple[Int[Tensor, " n"], Int[Tensor, " n"]]]:
+        """Places of each READERS_AT_ONCE lists, sorted by the row they name, and those rows."""
+        found = []
+        for lists in self.listed.split(READERS_AT_ONCE):
+            rows, order = lists.flatten().int().sort(stable=True)
+            found.append((order, rows))
+        return found
+
+
 def plan_keys(rows: Int[Tensor, "T K"], *, deterministic: bool = False) -> Keys:
-    """Plan how to read the rows that each query lists; -1 is none.
+    """Keys of queries from the rows that each lists; -1 is none.
+
+    ``deterministic`` makes the sums of a query depend on nothing but its own rows.
+    """
+    return Keys(rows, deterministic)
+
+
+def plan_bands(rows: Int[Tensor, "T K"], *, deterministic: bool = False) -> Plan:
+    """Plan how the reference reads the rows that each query lists.
 
     Where neighbours list rows from one short range, as in a window or among few entries, a band
-    of them reads the whole range. ``deterministic`` keeps queries apart, so that the sums of one
-    depend on nothing else.
+    of them reads the whole range. ``deterministic`` keeps queries apart.
     """
     if deterministic:
         rows = F.pad(rows, (0, -rows.shape[1] % TILE_WIDTH), value=-1)
     count, listed = rows.shape
     if not deterministic and count == 1 and _is_in_order(rows[0]):
         bias = torch.zeros(1, 1, listed, device=rows.device)
-        return Keys(rows, bias, is_whole=True, is_in_order=True)
-    alone = Keys(rows, torch.where(rows >= 0, 0.0, -torch.inf)[:, None])
+        return Plan(rows, bias, is_whole=True, is_in_order=True)
+    alone = Plan(rows, torch.where(rows >= 0, 0.0, -torch.inf)[:, None])
     if not deterministic and count < BAND:
         return alone._replace(is_whole=not bool((rows < 0).any()))
     if deterministic or listed == 0:
@@ -64,7 +100,7 @@ def plan_keys(rows: Int[Tensor, "T K"], *, deterministic: bool = False) -> Keys:
         return alone  # a query lists a row twice, and each time counts
     together = first[:, None] + torch.arange(span, device=rows.device)
     together = together.masked_fill(together > last[:, None], -1)
-    return Keys(together, torch.where(counts[..., :span] > 0, 0.0, -torch.inf))
+    return Plan(together, torch.where(counts[..., :span] > 0, 0.0, -torch.inf))
 
 
 def _is_in_order(rows: Int[Tensor, " K"]) -> bool:
@@ -98,11 +134,11 @@ def sparse_attention(  # noqa: PLR0917 -- two stores with their keys
             whole_tiles(main_kv),
         )
         sink = F.pad(sink, (0, -heads % TILE_ROWS))
-    stores = (window_kv, main_kv)
+    stores, near, far = (window_kv, main_kv), window_keys.plan, main_keys.plan
     result: Tensor = (
-        _SparseAttention.apply(q, *stores, sink, *window_keys[:2], *main_keys[:2], scale)
+        _SparseAttention.apply(q, *stores, sink, *near[:2], *far[:2], scale)
         if wants_gradient(q, *stores, sink)
-        else _attended(q, stores, sink, (window_keys, main_keys), scale)
+        else _attended(q, stores, sink, (near, far), scale)
     )
     return result[:, :heads, :width] if deterministic else result
 
@@ -123,9 +159,9 @@ def attention_mass(  # noqa: PLR0917 -- two stores with their keys
     The softmax is that of ``sparse_attention``: over window, listed rows and sink together. The
     result has no gradient.
     """
-    main_keys = Keys(main_rows, torch.where(main_rows >= 0, 0.0, -torch.inf)[:, None])
+    alone = Plan(main_rows, torch.where(main_rows >= 0, 0.0, -torch.inf)[:, None])
     none = widened(q.new_zeros(0, main_rows.shape[1]))
-    tiles = _tiles(q, (window_kv, main_kv), (window_keys, main_keys))
+    tiles = _tiles(q, (window_kv, main_kv), (window_keys.plan, alone))
     found = [tile.probabilities(sink.to(tile.q.dtype), scale)[1].sum(dim=1) for tile in tiles]
     return torch.cat([none, *found])[: len(q)]
 
@@ -188,7 +224,7 @@ class _Tile(NamedTuple):
         return near.sums(weights[0]) + far.sums(weights[1])
 
 
-def _tiles(q: Tensor, stores: tuple[Tensor, Tensor], keys: tuple[Keys, Keys]) -> Iterator[_Tile]:
+def _tiles(q: Tensor, stores: tuple[Tensor, Tensor], keys: tuple[Plan, Plan]) -> Iterator[_Tile]:
     """Cut into pieces of QUERIES_AT_ONCE queries, gathering keys piece by piece."""
     wide = torch.promote_types(q.dtype, torch.float32)
     padded = _whole_bands(q, keys)
@@ -200,7 +236,7 @@ def _tiles(q: Tensor, stores: tuple[Tensor, Tensor], keys: tuple[Keys, Keys]) ->
         yield _Tile(padded[start:stop].to(wide), (near, far))
 
 
-def _part(kv: Tensor, keys: Keys, start: int, stop: int, dtype: torch.dtype) -> _Part:
+def _part(kv: Tensor, keys: Plan, start: int, stop: int, dtype: torch.dtype) -> _Part:
     band = keys.bias.shape[1]
     bands = slice(start // band, -(-stop // band))
     rows, bias, is_whole = keys[:3]
@@ -213,7 +249,7 @@ def _part(kv: Tensor, keys: Keys, start: int, stop: int, dtype: torch.dtype) -> 
     return _Part(_gather(kv, rows, dtype, is_whole=is_whole), rows, bias, is_whole)
 
 
-def _whole_bands(x: Tensor, keys: tuple[Keys, Keys]) -> Tensor:
+def _whole_bands(x: Tensor, keys: tuple[Plan, Plan]) -> Tensor:
     """Pad queries so that they fill the bands of both plans."""
     short = max(len(plan.rows) * plan.bias.shape[1] for plan in keys) - len(x)
     return F.pad(x, (0, 0) * (x.ndim - 1) + (0, short)) if short else x
@@ -232,7 +268,7 @@ def _gather(kv: Tensor, rows: Tensor, dtype: torch.dtype, *, is_whole: bool) -> 
 
 
 def _attended(
-    q: Tensor, stores: tuple[Tensor, Tensor], sink: Tensor, keys: tuple[Keys, Keys], scale: float
+    q: Tensor, stores: tuple[Tensor, Tensor], sink: Tensor, keys: tuple[Plan, Plan], scale: float
 ) -> Float[Tensor, "T H C"]:
     if keys[0].is_in_order and keys[1].is_in_order and q.dtype in WIDE:
         return _attended_in_order(q, stores, sink, keys, scale)
@@ -244,7 +280,7 @@ def _attended(
 
 
 def _attended_in_order(
-    q: Tensor, stores: tuple[Tensor, Tensor], sink: Tensor, keys: tuple[Keys, Keys], scale: float
+    q: Tensor, stores: tuple[Tensor, Tensor], sink: Tensor, keys: tuple[Plan, Plan], scale: float
 ) -> Float[Tensor, "T H C"]:
     """The same sums for one query with nothing to gather, hide or cut: half the calls."""
     near, far = (
@@ -264,7 +300,7 @@ class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:  # noqa: ANN401
         q, window_kv, main_kv, sink, *planned, scale = inputs
-        keys = Keys(*planned[:2]), Keys(*planned[2:])
+        keys = Plan(*planned[:2]), Plan(*planned[2:])
         out = _attended(q, (window_kv, main_kv), sink, keys, scale)
         ctx.save_for_backward(*inputs[:-1], out)
         ctx.scale = scale
@@ -273,7 +309,7 @@ class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         q, window_kv, main_kv, sink, *planned, out = ctx.saved_tensors
-        keys = Keys(*planned[:2]), Keys(*planned[2:])
+        keys = Plan(*planned[:2]), Plan(*planned[2:])
         wide = torch.promote_types(q.dtype, torch.float32)
         mean = _whole_bands((grad_out.to(wide) * out.to(wide)).sum(-1, keepdim=True), keys)
         grad_out = _whole_bands(grad_out.to(wide), keys)
