@@ -230,7 +230,13 @@ def _figure(goal: Goal, row: Row, ceilings: Ceilings, found: Found) -> float | N
     if us is None:
         return None
     floor = ceilings.floor_us(row.floor_bytes, row.floor_flops, row.flop_rate)
-    simple = {"us": us, "over_floor": us / floor, "over_empty_us": us - ceilings.empty_us}
+    net = us - ceilings.empty_us
+    simple = {
+        "us": us,
+        "over_floor": us / floor,
+        "net_over_floor": net / floor,
+        "over_empty_us": net,
+    }
     if goal.measure in simple:
         return float(simple[goal.measure])
     if goal.measure == "reference_ratio":

@@ -20,6 +20,7 @@ from torch import Tensor
 Inputs = dict[str, Any]
 Measure = Literal[
     "over_floor",  # our time / floor, at most
+    "net_over_floor",  # (our time - that of an empty graph) / floor, at most; for a few us
     "over_empty_us",  # our time - that of an empty graph, at most
     "us",  # our time, at most
     "reference_ratio",  # time of the reference / ours, at least

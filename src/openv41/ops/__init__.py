@@ -1,6 +1,7 @@
 """Pure tensor functions: NAME.py holds the references, NAME_triton.py their kernels."""
 
 from openv41.ops._dispatch import kernels
+from openv41.ops.cache_writers import write_latents
 from openv41.ops.compressor import pool_group
 from openv41.ops.cross_entropy import linear_cross_entropy
 from openv41.ops.engram import DEAD, add_gated, engram_gate, hash_ngrams
@@ -80,5 +81,6 @@ __all__ = [
     "sort_by_expert",
     "sparse_attention",
     "update_streams",
+    "write_latents",
     "yarn_frequencies",
 ]
