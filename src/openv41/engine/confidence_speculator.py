@@ -18,9 +18,11 @@ from openv41.engine.verification_scheduler import (
 )
 
 MIN_GAIN = 1.02  # expected speed-up that drafting must have: less is lost in what no table knows
-PROBE_STEPS = 64  # without drafting, until it is tried again: acceptance may have changed
-MEMORY = 0.98  # share of what is known of all requests that a drafting step leaves as it was
-TRUST = 32.0  # drafts, as many accepted as expected, that the record of a new engine starts with
+PROBES = (64, 512)  # steps without drafting until it is tried again: at first, and at most
+PROBE_DRAFTS = 4  # that a trial verifies, which costs little where rows are dear
+MEMORY = 0.98  # share of what is known of all requests that a drafting step leaves
+PROBE_MEMORY = 0.5  # likewise, of a trial: what was known is old
+TRUST = 8.0  # drafts, as many accepted as expected, beside those that were counted
 
 
 class ConfidenceSpeculator:
@@ -49,10 +51,12 @@ class ConfidenceSpeculator:
         )
         self._costs, self._lag = costs, lag
         self._history = ConfidenceHistory(num_drafts, max(1, lag))
-        self._usual = np.ones(num_drafts)  # survival of late, of all requests
+        self._sum, self._rows = np.ones(num_drafts), 1.0  # of survivals of late, of all requests
         self._current: Float[np.ndarray, "B X"] | None = None  # of a step that drafts
         self._undrafted = 0  # steps since the last one that drafted
-        self._expected = self._accepted = TRUST
+        self._patience = PROBES[0]  # steps until the next trial
+        self._is_trial = False
+        self._expected = self._accepted = 0.0  # drafts of late
         self.budget = 0  # drafts that the last step might verify
 
     def plan(self, requests: Sequence[int]) -> bool:
@@ -63,16 +67,17 @@ class ConfidenceSpeculator:
         past = self._history.rows(requests) * self.reliability
         seconds = self._costs.step_seconds(len(requests), past.size)
         self.budget = self._costs.fill(len(requests), best_budget(past, seconds))
-        if self._pays(requests, seconds):
-            self._undrafted = 0
-            return True
-        self._undrafted += 1
-        if self._undrafted > PROBE_STEPS:
-            self._undrafted = 0
-            self.budget = max(self.budget, len(requests))
-            return True
-        self.budget = 0
-        return False
+        pays = self._pays(requests, seconds)
+        self._is_trial = not pays and self._undrafted >= self._patience
+        if pays:
+            self._undrafted, self._patience = 0, PROBES[0]
+        elif self._is_trial:
+            self._undrafted, self._patience = 0, min(2 * self._patience, PROBES[1])
+            self.budget = min(len(requests), PROBE_DRAFTS)
+        else:
+            self._undrafted += 1
+            self.budget = 0
+        return pays or self._is_trial
 
     def lengths(
         self,
@@ -94,12 +99,14 @@ class ConfidenceSpeculator:
     ) -> None:
         """Remember survivals, and how many of the expected drafts were accepted."""
         if self._current is None:
-            self._history.publish((), np.zeros((0, len(self._usual))))
+            self._history.publish((), np.zeros((0, len(self._sum))))
             return
-        inside = np.arange(len(self._usual)) < np.asarray(lengths)[:, None]
-        self._expected = MEMORY * self._expected + float(self._current[inside].sum())
-        self._accepted = MEMORY * self._accepted + float(sum(accepted))
-        self._usual = MEMORY * self._usual + (1 - MEMORY) * self._current.mean(axis=0)
+        inside = np.arange(len(self._sum)) < np.asarray(lengths)[:, None]
+        memory = PROBE_MEMORY if self._is_trial else MEMORY
+        self._expected = memory * self._expected + float(self._current[inside].sum())
+        self._accepted = memory * self._accepted + float(sum(accepted))
+        self._sum = memory * self._sum + self._current.sum(axis=0)
+        self._rows = memory * self._rows + len(self._current)
         self._history.publish(requests, self._current)
 
     def forget(self, request: int) -> None:
@@ -109,10 +116,10 @@ class ConfidenceSpeculator:
     @property
     def reliability(self) -> float:
         """Accepted drafts over expected ones of late, at most 1."""
-        return min(1.0, self._accepted / max(self._expected, 1e-9))
+        return min(1.0, (self._accepted + TRUST) / (self._expected + TRUST))
 
     def _pays(self, requests: Sequence[int], seconds: Float[np.ndarray, " sizes"]) -> bool:
         """Whether the past promises that drafting is faster than not."""
-        past = self._history.rows(requests, self._usual) * self.reliability
+        past = self._history.rows(requests, self._sum / self._rows) * self.reliability
         drafted = float(rates(past, seconds).max())
         return drafted * self._costs.plain_seconds(len(requests)) >= MIN_GAIN * len(requests)

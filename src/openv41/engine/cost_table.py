@@ -79,17 +79,17 @@ class CostTable:
 
     def plain_seconds(self, requests: int) -> float:
         """Seconds of a step that draws one token for each request, without drafting."""
-        return float(self._at(np.array(self.plain), self._padded(requests)))
+        return float(self._at(np.array(self.plain), requests))
 
     def draft_seconds(self, requests: int) -> float:
         """Seconds that drafting for all requests adds to a step."""
         undrafted = float(self._at(np.array(self.verify)[:, 0], requests))
-        return max(0.0, undrafted - float(self._at(np.array(self.plain), requests)))
+        return max(0.0, undrafted - self.plain_seconds(requests))
 
     def step_seconds(self, requests: int, most: int) -> Float[np.ndarray, " sizes"]:
         """Seconds of a step that drafts, and verifies 0, 1, ... ``most`` drafts altogether."""
         times = np.array([self._at(column, requests) for column in np.array(self.verify).T])
-        rows = np.array([self._padded(requests + drafts) for drafts in range(most + 1)])
+        rows = self._padded(requests + np.arange(most + 1))
         return _extended(np.arange(len(times)) * requests, times, rows - requests)
 
     def fill(self, requests: int, budget: int) -> int:
@@ -98,11 +98,14 @@ class CostTable:
         It depends on the budget alone, which is known before the step. ``admit`` ends where there
         are no more drafts.
         """
-        return self._padded(requests + budget) - requests
+        return int(self._padded(np.array([requests + budget]))[0]) - requests
 
-    def _padded(self, rows: int) -> int:
-        place = int(np.searchsorted(self.tiers, rows))
-        return self.tiers[place] if place < len(self.tiers) else rows
+    def _padded(self, rows: Int[np.ndarray, " asked"]) -> Int[np.ndarray, " asked"]:
+        if not self.tiers:
+            return rows
+        places = np.searchsorted(self.tiers, rows)
+        padded = np.array(self.tiers)[np.minimum(places, len(self.tiers) - 1)]
+        return np.where(places < len(self.tiers), padded, rows)
 
     def _at(self, times: Float[np.ndarray, " loads"], requests: int) -> np.float64:
         return _extended(np.array(self.requests), times, np.array([requests]))[0]
