@@ -27,7 +27,7 @@ from openv41.layers.geometry import ReplayBounds
 from openv41.layers.objectives import LayerLosses, Losses, Objectives
 from openv41.layers.probe import Probe
 from openv41.layers.quantized_linear import RMSNorm
-from openv41.layers.single_pass_mhc import SinglePassMHC
+from openv41.layers.single_pass_mhc import SinglePassMHC, Streams
 from openv41.layers.store import KVStore, Slot
 from openv41.model.image_tower import ImageTower
 from openv41.model.prefill import LayerRows
@@ -71,38 +71,35 @@ class Layer(nn.Module):
         self.ffn_norm = RMSNorm(dim, eps, **made)
         self.moe = MixtureOfExperts(plan.layer, dim, config.moe, numerics, **made)
 
-    def forward(
-        self, x: Float[Tensor, "T N D"], a: Float[Tensor, "T N"], ctx: ForwardContext
-    ) -> tuple[Float[Tensor, "T N D"], Float[Tensor, "T N"]]:
-        """Advance the streams; ``a`` is the input mix handed from sub-layer to sub-layer."""
+    def forward(self, streams: Streams, ctx: ForwardContext) -> Streams:
+        """Advance the streams; the last block's output may stay pending."""
         name = f"layers.{self.plan.layer}"
         if self.plan.has_engram:
-            x = ctx.observe(f"{name}.after_engram", self.engram(x, ctx))
+            x = self.engram(streams.settled(ctx.deterministic).x, ctx)
+            streams = Streams(ctx.observe(f"{name}.after_engram", x), streams.a)
         if self.plan.is_tap:
-            ctx.taps.append((x.to(a.dtype).mean(dim=1).to(x.dtype), ctx.batch))
-        x, a = self.attn_mhc(x, a, lambda h: self._attend(h, ctx))
-        x, a = self.ffn_mhc(x, a, lambda h: self._feed_forward(h, ctx))
-        return ctx.observe(f"{name}.out", x), ctx.observe(f"{name}.pre_mix_out", a)
+            streams = streams.settled(ctx.deterministic)
+            ctx.taps.append((streams.mean(), ctx.batch))
+        streams = self.attn_mhc(streams, self.attn_norm.weight, lambda h: self._attend(h, ctx))
+        streams = self.ffn_mhc(streams, self.ffn_norm.weight, lambda h: self._feed_forward(h, ctx))
+        if ctx.is_wanted(f"{name}.out"):
+            x = ctx.observe(f"{name}.out", streams.settled(ctx.deterministic).x)
+            streams = Streams(x, streams.a)
+        return streams._replace(a=ctx.observe(f"{name}.pre_mix_out", streams.a))
 
-    def write_kv(
-        self,
-        x: Float[Tensor, "T N D"],
-        a: Float[Tensor, "T N"],
-        ctx: ForwardContext,
-        *,
-        window: bool,
-    ) -> None:
+    def write_kv(self, streams: Streams, ctx: ForwardContext, *, window: bool) -> None:
         """Leave the KV of tokens that end here, with or without window KV."""
+        x, a, _ = streams.settled(ctx.deterministic)
         if self.plan.has_engram:
             x = self.engram(x, ctx)
         self.attention.write_kv(self.attn_norm(ops.mix_streams(x, a)), ctx, window=window)
 
     def _attend(self, h: Float[Tensor, "T D"], ctx: ForwardContext) -> Float[Tensor, "T D"]:
-        y = self.attention(self.attn_norm(h), ctx)
+        y = self.attention(h, ctx)
         return ctx.observe(f"layers.{self.plan.layer}.attn_out", y)
 
     def _feed_forward(self, h: Float[Tensor, "T D"], ctx: ForwardContext) -> Float[Tensor, "T D"]:
-        y = self.moe(self.ffn_norm(h), ctx)
+        y = self.moe(h, ctx)
         return ctx.observe(f"layers.{self.plan.layer}.ffn_out", y)
 
 
@@ -212,12 +209,13 @@ class CausalEncoderDecoder(nn.Module):
         ctx = self.context(batch, store, probe, losses, replay)
         for engram in self.engrams():
             engram.prefetch(ctx)
-        x, a = self.first_streams(batch, ctx)
+        streams = self.first_streams(batch, ctx)
         for number, layer in enumerate(self.layers):
             if rows is not None:
-                x, a, ctx = enter(layer, x, a, ctx, rows[number])
-            if len(x) or rows is None:
-                x, a = run_twice(layer, x, a, ctx) if recompute else layer(x, a, ctx)
+                streams, ctx = enter(layer, streams, ctx, rows[number])
+            if len(streams.x) or rows is None:
+                streams = run_twice(layer, streams, ctx) if recompute else layer(streams, ctx)
+        x, a, _ = streams.settled(ctx.deterministic)
         hidden = ctx.observe("final_hidden", self.norm(ops.mix_streams(x, a)))
         taps, tap_batch = join_taps(ctx.taps)
         if taps is not None:
@@ -270,9 +268,7 @@ class CausalEncoderDecoder(nn.Module):
         self._look_back(ctx, is_image)
         return ctx
 
-    def first_streams(
-        self, batch: Batch, ctx: ForwardContext
-    ) -> tuple[Float[Tensor, "T N D"], Float[Tensor, "T N"]]:
+    def first_streams(self, batch: Batch, ctx: ForwardContext) -> Streams:
         """Copy the embedding into every stream; the first sub-layer reads stream 0."""
         embedded = ctx.observe("embed", self._embed(batch, ctx))
         num = self.config.mhc.num_streams
@@ -280,7 +276,7 @@ class CausalEncoderDecoder(nn.Module):
         first[0] = 1
         wide = torch.promote_types(embedded.dtype, torch.float32)
         x = embedded[:, None].expand(-1, num, -1)
-        return x, first.to(wide).expand(len(embedded), -1)
+        return Streams(x, first.to(wide).expand(len(embedded), -1))
 
     def _embed(self, batch: Batch, ctx: ForwardContext) -> Float[Tensor, "T D"]:
         """Embed text by its ids; image positions take the batch's rows."""
@@ -337,9 +333,7 @@ class CausalEncoderDecoder(nn.Module):
         ctx.pad_id = int(self.token_map[engram.pad_token_id])
 
 
-def run_twice(
-    layer: nn.Module, x: Float[Tensor, "T N D"], a: Float[Tensor, "T N"], ctx: ForwardContext
-) -> tuple[Float[Tensor, "T N D"], Float[Tensor, "T N"]]:
+def run_twice(layer: nn.Module, streams: Streams, ctx: ForwardContext) -> Streams:
     """Run a layer, and again in the backward pass instead of keeping what it computed.
 
     The second run starts from the context as it was, so that shared KV and selections are those of
@@ -347,33 +341,27 @@ def run_twice(
     """
     before, contexts = ctx.fork(), [ctx]
 
-    def run(x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-        streams: tuple[Tensor, Tensor] = layer(x, a, contexts.pop() if contexts else before.fork())
-        return streams
+    def run(streams: Streams) -> Streams:
+        advanced: Streams = layer(streams, contexts.pop() if contexts else before.fork())
+        return advanced
 
-    streams: tuple[Tensor, Tensor] = checkpoint(
-        run, x, a, use_reentrant=False, preserve_rng_state=False
-    )
-    return streams
+    advanced: Streams = checkpoint(run, streams, use_reentrant=False, preserve_rng_state=False)
+    return advanced
 
 
 def enter(
-    layer: nn.Module,
-    x: Float[Tensor, "T N D"],
-    a: Float[Tensor, "T N"],
-    ctx: ForwardContext,
-    rows: LayerRows,
-) -> tuple[Float[Tensor, "rows N D"], Float[Tensor, "rows N"], ForwardContext]:
+    layer: nn.Module, streams: Streams, ctx: ForwardContext, rows: LayerRows
+) -> tuple[Streams, ForwardContext]:
     """Go on with the rows that a layer computes; those that end before it leave their KV in it."""
     batch = ctx.batch
     firsts = rows.aligned(batch.requests)
     ending, index = batch.part(batch.starts, firsts)
     if not len(index):
-        return x, a, ctx
+        return streams, ctx
     assert isinstance(layer, Layer), f"{type(layer).__name__} is no layer"
-    layer.write_kv(x[index], a[index], ctx.part(ending, index), window=not rows.windows_end)
+    layer.write_kv(streams.rows(index), ctx.part(ending, index), window=not rows.windows_end)
     going_on, index = batch.part(firsts, batch.stops)
-    return x[index], a[index], ctx.part(going_on, index)
+    return streams.rows(index), ctx.part(going_on, index)
 
 
 def join_taps(

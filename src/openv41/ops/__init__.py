@@ -27,7 +27,7 @@ from openv41.ops.indexer import (
 )
 from openv41.ops.linear import linear, quantized_linear
 from openv41.ops.linear_loss import LinearLoss
-from openv41.ops.mhc import mix_streams, predict_mix, update_streams
+from openv41.ops.mhc import mega_mhc, mix_streams, predict_mix, update_streams
 from openv41.ops.norm import rms_norm
 from openv41.ops.pixel_unshuffle import pixel_unshuffle
 from openv41.ops.reverse_kl import linear_reverse_kl
@@ -59,6 +59,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_reverse_kl",
     "mask_pool",
+    "mega_mhc",
     "merge_pools",
     "mix_streams",
     "pixel_unshuffle",

@@ -10,6 +10,7 @@ from torch import Tensor
 from openv41.ops._dispatch import op, wants_gradient
 from openv41.ops.deterministic import VECTOR_ROWS, elementwise, fixed_rows
 from openv41.ops.linear import linear
+from openv41.ops.norm import rms_norm
 from openv41.ops.precision import cast, widened
 from openv41.ops.sinkhorn import doubly_stochastic
 
@@ -95,6 +96,44 @@ def update_streams(
         return cast(_added_in_order(*parts), x.dtype)
     new: Tensor = _Update.apply(*parts) if wants_gradient(*parts) else _updated(*parts)
     return cast(new, x.dtype)
+
+
+@op
+def mega_mhc(
+    x: Float[Tensor, "T N D"],
+    y: Float[Tensor, "T D"] | None,
+    b: Float[Tensor, "T N N"] | None,
+    c: Float[Tensor, "T N"] | None,
+    a: Float[Tensor, "T N"],
+    *,
+    fn: Float[Tensor, "N*(N+2) N*D"],
+    base: Float[Tensor, " N*(N+2)"],
+    scale: Float[Tensor, " 3"],
+    norm: Float[Tensor, " D"],
+    steps: int,
+    eps: float,
+    norm_eps: float,
+    deterministic: bool = False,
+) -> tuple[
+    Float[Tensor, "T N D"],
+    Float[Tensor, "T D"],
+    Float[Tensor, "T N"],
+    Float[Tensor, "T N N"],
+    Float[Tensor, "T N"],
+]:
+    """All that happens to the streams between two blocks, Eq. (6).
+
+    Writes the output ``y`` of the block before into the streams, X' = B X + C y; collapses them
+    with the ``a`` handed on, h = a X', and normalises h for the next block, whose coefficients are
+    predicted from X'. Returns (X', norm(h), A', B', C'). Without ``y`` X' is ``x`` itself.
+    """
+    if y is not None:
+        assert b is not None and c is not None, "an output is written with coefficients"  # noqa: PT018
+        x = update_streams(x, y, b, c, deterministic=deterministic)
+    next_a, next_b, next_c = predict_mix(
+        x, fn, base, scale, steps=steps, eps=eps, norm_eps=norm_eps, deterministic=deterministic
+    )
+    return x, rms_norm(mix_streams(x, a), norm, norm_eps), next_a, next_b, next_c
 
 
 def _added_in_order(x: Tensor, y: Tensor, b: Tensor, c: Tensor) -> Tensor:
