@@ -29,6 +29,7 @@ from openv41.ops.linear import linear, quantized_linear
 from openv41.ops.linear_loss import LinearLoss
 from openv41.ops.mhc import mega_mhc, mix_streams, predict_mix, update_streams
 from openv41.ops.norm import rms_norm
+from openv41.ops.packed_sparse_attention import packed_sparse_attention
 from openv41.ops.pixel_unshuffle import pixel_unshuffle
 from openv41.ops.reverse_kl import linear_reverse_kl
 from openv41.ops.rope import inverse_table, rope_frequencies, rope_table, rotate, yarn_frequencies
@@ -62,6 +63,7 @@ __all__ = [
     "mega_mhc",
     "merge_pools",
     "mix_streams",
+    "packed_sparse_attention",
     "pixel_unshuffle",
     "plan_keys",
     "pool_group",

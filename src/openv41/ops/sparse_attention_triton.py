@@ -255,7 +255,7 @@ def _add_by_row(grads: Tensor, readers, listed: int, first: int, total: Tensor) 
 
 @triton.jit
 @no_type_check
-def _tile(base, heads, channels, row, H, C):
+def read_heads(base, heads, channels, row, H, C):
     """Read a [heads, channels] tile of one query; padding is zero."""
     at = base + row * H * C + heads[:, None] * C + channels[None, :]
     return tl.load(at, mask=(heads[:, None] < H) & (channels[None, :] < C), other=0.0)
@@ -263,7 +263,7 @@ def _tile(base, heads, channels, row, H, C):
 
 @triton.jit
 @no_type_check
-def _listed(rows_ptr, start, K, BLOCK_K: tl.constexpr):
+def read_list(rows_ptr, start, K, BLOCK_K: tl.constexpr):
     """Read a block of a query's list; -1 behind its end."""
     at = start + tl.arange(0, BLOCK_K)
     return tl.load(rows_ptr + at, mask=at < K, other=-1)
@@ -299,7 +299,7 @@ def _fold(q, kv, rows, scale, top, total, acc):
 
 @triton.jit
 @no_type_check
-def _with_sink(sink_ptr, heads, H, top, total):
+def join_sink(sink_ptr, heads, H, top, total):
     """Factor of the sums and logarithm of the denominator, once the sink has joined it."""
     sink = tl.load(sink_ptr + heads, mask=heads < H, other=0.0).to(tl.float32)
     sink = tl.minimum(tl.maximum(sink, NONE), -NONE) * 1.4426950408889634
@@ -332,19 +332,19 @@ def _forward(
     t = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     channels = tl.arange(0, BLOCK_C)
-    q = _tile(q_ptr, heads, channels, t, H, C)
+    q = read_heads(q_ptr, heads, channels, t, H, C)
     top = tl.full([BLOCK_H], 2 * NONE, tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
     for start in range(0, W, BLOCK_K):
-        rows = _listed(window_rows + t * W, start, W, BLOCK_K)
+        rows = read_list(window_rows + t * W, start, W, BLOCK_K)
         kv = _gather(window_ptr, rows, channels, C)
         top, total, acc = _fold(q, kv, rows, scale, top, total, acc)
     for start in range(0, K, BLOCK_K):
-        rows = _listed(main_rows + t * K, start, K, BLOCK_K)
+        rows = read_list(main_rows + t * K, start, K, BLOCK_K)
         kv = _gather(main_ptr, rows, channels, C)
         top, total, acc = _fold(q, kv, rows, scale, top, total, acc)
-    factor, lse = _with_sink(sink_ptr, heads, H, top, total)
+    factor, lse = join_sink(sink_ptr, heads, H, top, total)
     at = t * H * C + heads[:, None] * C + channels[None, :]
     inside = (heads[:, None] < H) & (channels[None, :] < C)
     tl.store(out_ptr + at, (acc * factor[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
@@ -382,21 +382,21 @@ def _mass(
     t = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     channels = tl.arange(0, BLOCK_C)
-    q = _tile(q_ptr, heads, channels, t, H, C)
+    q = read_heads(q_ptr, heads, channels, t, H, C)
     top = tl.full([BLOCK_H], 2 * NONE, tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     for start in range(0, W, BLOCK_K):
-        rows = _listed(window_rows + t * W, start, W, BLOCK_K)
+        rows = read_list(window_rows + t * W, start, W, BLOCK_K)
         kv = _gather(window_ptr, rows, channels, C)
         top, total = _count(q, kv, rows, scale, top, total)
     for start in range(0, K, BLOCK_K):
-        rows = _listed(main_rows + t * K, start, K, BLOCK_K)
+        rows = read_list(main_rows + t * K, start, K, BLOCK_K)
         kv = _gather(main_ptr, rows, channels, C)
         top, total = _count(q, kv, rows, scale, top, total)
-    _, lse = _with_sink(sink_ptr, heads, H, top, total)
+    _, lse = join_sink(sink_ptr, heads, H, top, total)
     into = out_ptr + (t * tl.num_programs(1) + tl.program_id(1)) * K
     for start in range(0, K, BLOCK_K):
-        rows = _listed(main_rows + t * K, start, K, BLOCK_K)
+        rows = read_list(main_rows + t * K, start, K, BLOCK_K)
         kv = _gather(main_ptr, rows, channels, C)
         p = tl.exp2(_scores(q, kv, rows, scale) - lse[:, None])
         p = tl.sum(tl.where(heads[:, None] < H, p, 0.0), 0)
@@ -444,8 +444,11 @@ def _backward_queries(
     t = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     channels = tl.arange(0, BLOCK_C)
-    q, grad = _tile(q_ptr, heads, channels, t, H, C), _tile(grad_ptr, heads, channels, t, H, C)
-    out = _tile(out_ptr, heads, channels, t, H, C)
+    q, grad = (
+        read_heads(q_ptr, heads, channels, t, H, C),
+        read_heads(grad_ptr, heads, channels, t, H, C),
+    )
+    out = read_heads(out_ptr, heads, channels, t, H, C)
     mean = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
     tl.store(mean_ptr + t * H + heads, mean, mask=heads < H)
     lse = tl.load(lse_ptr + t * H + heads, mask=heads < H, other=0.0)
@@ -453,13 +456,13 @@ def _backward_queries(
     into = weights_ptr + (t * 2 * H + heads[:, None]) * places + tl.arange(0, BLOCK_K)[None, :]
     present = (heads[:, None] < H) & (tl.arange(0, BLOCK_K)[None, :] >= 0)
     for start in range(0, W, BLOCK_K):
-        rows = _listed(window_rows + t * W, start, W, BLOCK_K)
+        rows = read_list(window_rows + t * W, start, W, BLOCK_K)
         kv = _gather(window_ptr, rows, channels, C)
         p, ds, acc = _weigh(q, grad, kv, rows, scale, lse, mean, acc)
         tl.store(into + start, ds, mask=present)
         tl.store(into + H * places + start, p, mask=present)
     for start in range(0, K, BLOCK_K):
-        rows = _listed(main_rows + t * K, start, K, BLOCK_K)
+        rows = read_list(main_rows + t * K, start, K, BLOCK_K)
         kv = _gather(main_ptr, rows, channels, C)
         p, ds, acc = _weigh(q, grad, kv, rows, scale, lse, mean, acc)
         tl.store(into + first_main + start, ds, mask=present)
@@ -495,8 +498,8 @@ def _backward_rows(
             present = (heads[:, None] < H) & (at[None, :] < places)
             ds = tl.load(from_ds, mask=present, other=0.0)
             p = tl.load(from_ds + H * places, mask=present, other=0.0)
-            q = _tile(q_ptr, heads, channels, t, H, C)
-            grad = _tile(grad_ptr, heads, channels, t, H, C)
+            q = read_heads(q_ptr, heads, channels, t, H, C)
+            grad = read_heads(grad_ptr, heads, channels, t, H, C)
             acc = tl.dot(tl.trans(ds), q, acc, input_precision="ieee")
             acc = tl.dot(tl.trans(p), grad, acc, input_precision="ieee")
         into = out_ptr + (t * places + at[:, None]) * C + channels[None, :]
