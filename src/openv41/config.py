@@ -5,7 +5,7 @@ keys live in io/hf_config.py; ready-made sizes in presets.py.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from openv41.errors import ConfigError
@@ -247,6 +247,10 @@ class DsparkConfig:
             problems.append("target_layer_ids is empty; the drafter needs at least one layer")
         problems += _ascend("target_layer_ids", self.target_layer_ids)
         _raise_if("dspark", problems)
+
+    def moe(self, backbone: MoeConfig) -> MoeConfig:
+        """The drafter's experts: like the backbone's, but for their number and the choice."""
+        return replace(backbone, num_experts=self.num_experts, top_k=self.top_k)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

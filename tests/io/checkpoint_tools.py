@@ -6,7 +6,6 @@ from dataclasses import replace
 import torch
 from safetensors.torch import load_file
 
-from openv41.config import DsparkConfig
 from openv41.io.checkpoint_writer import write_checkpoint
 from openv41.io.weight_rows import Rows
 from openv41.ngram_hash_constants import num_embeddings
@@ -97,16 +96,4 @@ def _engram(engram, *, table_size, head_dim, vocab_size):
         head_dim=head_dim,
         num_embeddings=rows,
         compressed_vocab_size=vocab_size,
-    )
-
-
-def tiny_dspark():
-    return DsparkConfig(
-        num_stages=1,
-        block_size=2,
-        noise_token_id=3,
-        target_layer_ids=(0,),
-        markov_rank=2,
-        num_experts=2,
-        top_k=1,
     )

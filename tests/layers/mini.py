@@ -1,10 +1,13 @@
 """A mini model that does not pass by luck, and its weights under the oracle's names."""
 
+from dataclasses import replace
+
 import torch
 
 from openv41.config import (
     NUMERICS,
     AttentionConfig,
+    DsparkConfig,
     EngramConfig,
     IndexerConfig,
     MhcConfig,
@@ -64,6 +67,20 @@ def mini_config():
         ),
         image_token_id=IMAGE_TOKEN,
     )
+
+
+def drafting_config(**changes):
+    """The mini model with a drafter of three stages that taps its last three layers."""
+    dspark = DsparkConfig(
+        num_stages=3,
+        block_size=5,
+        noise_token_id=62,
+        target_layer_ids=(6, 7, 8),
+        markov_rank=6,
+        num_experts=4,
+        top_k=3,
+    )
+    return replace(mini_config(), dspark=replace(dspark, **changes))
 
 
 def token_map():
@@ -128,11 +145,26 @@ def oracle_config(config):
         "engram_n_heads": engram.num_heads,
         "engram_pad_token_id": engram.pad_token_id,
         "engram_compressed_vocab_size": engram.compressed_vocab_size,
+    } | _oracle_dspark(config.dspark)
+
+
+def _oracle_dspark(dspark):
+    if dspark is None:
+        return {}
+    return {
+        "num_nextn_predict_layers": dspark.num_stages,
+        "dspark_block_size": dspark.block_size,
+        "dspark_noise_token_id": dspark.noise_token_id,
+        "dspark_target_layer_ids": dspark.target_layer_ids,
+        "dspark_n_routed_experts": dspark.num_experts,
+        "dspark_num_experts_per_tok": dspark.top_k,
     }
 
 
 # Written out here on purpose: the oracle shares no table with the package.
 PARTS = (
+    ("markov.", "markov_head."),
+    ("confidence.", "confidence_head.proj."),
     ("attention.sink", "attn.attn_sink"),
     ("attention.", "attn."),
     ("attn_mhc.", "hc_attn_"),
@@ -151,6 +183,8 @@ def oracle_weights(model):
         head, layer, part = ("", "", name)
         if name.startswith("layers."):
             head, layer, part = name.split(".", 2)
+        elif name.startswith("drafter."):
+            head, layer, part = drafter_part(name, model.config.dspark.num_stages)
         for ours, released in PARTS:
             if part.startswith(ours):
                 part = released + part[len(ours) :]
@@ -162,6 +196,15 @@ def oracle_weights(model):
         else:
             weights[f"{head}.{layer}.{part}" if head else part] = array
     return weights
+
+
+def drafter_part(name, num_stages):
+    """Released module, stage and the rest of the name of a parameter of the drafter."""
+    _, part = name.split(".", 1)
+    if part.startswith("stages."):
+        _, stage, part = part.split(".", 2)
+        return "mtp", stage, part
+    return "mtp", "0" if part.startswith("main_") else str(num_stages - 1), part
 
 
 def run_oracle(model, ids, **options):

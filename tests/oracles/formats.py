@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-BACKBONE = ("embed.", "layers.", "norm.", "head.")
+TEXT = ("embed.", "layers.", "norm.", "head.", "mtp.")
 E2M1_VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
@@ -73,12 +73,12 @@ def _decode(name, tensor, scale):
 
 
 def read_checkpoint(folder):
-    """Return {released name: float64 array} of the backbone, scales applied; and its config."""
+    """Return {released name: float64 array} of all but images, scales applied; and its config."""
     folder = Path(folder)
     stored = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            names = [n for n in file.keys() if n.startswith(BACKBONE)]  # noqa: SIM118
+            names = [n for n in file.keys() if n.startswith(TEXT)]  # noqa: SIM118
             stored.update({name: file.get_tensor(name) for name in names})
     weights = {}
     for name, tensor in stored.items():

@@ -10,7 +10,7 @@ from openv41.cli.ui import show_json, show_line, show_table
 from openv41.config import ModelConfig
 from openv41.errors import ConfigError, InputError
 from openv41.io.hf_config import read_config, read_variant
-from openv41.io.tensor_names import Variant, count_declared, num_shards, tensor_table
+from openv41.io.tensor_names import Variant, num_shards, tensor_table
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.model.flops import active_parameters, cache_bytes, count_parameters, flops_per_token
 from openv41.plan import LayerPlan, plan_layers
@@ -50,7 +50,7 @@ def plan(
 def describe(config: ModelConfig, variant: Variant, context: int) -> dict[str, Any]:
     """Every figure of a model, counted from its parameters and its checkpoint's table."""
     model = CausalEncoderDecoder(config, device="meta")
-    components = count_parameters(model) | count_declared(config)
+    components = count_parameters(model)
     vision, drafter = components.get("vision", 0), components.get("drafter", 0)
     tables = components.get("engram tables", 0)
     engram = tables + components.get("engram projections", 0)

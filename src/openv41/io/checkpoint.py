@@ -1,12 +1,11 @@
 """Loads and saves models in the released layout or as plain numbers. Report §2.1.
 
-``load_model`` gives the model. ``load_checkpoint`` keeps beside it what this package has no
-module for (the carried tensors) and the tokenizer's files, so that saving gives back the whole
-checkpoint, byte for byte, when the source is long gone.
+``load_model`` gives the model. ``load_checkpoint`` keeps the tokenizer's files beside it, so that
+saving gives back the whole checkpoint, byte for byte, when the source is long gone.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -34,22 +33,21 @@ from openv41.io.weight_rows import (
     as_plain,
     as_stored,
     by_name,
-    read_whole,
     slice_rows,
 )
 from openv41.layers.quantized_linear import QuantizedWeight
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 
+DRAFTER = "drafter."  # what the names of its parameters begin with
 LoadDtype = torch.dtype | Literal["stored"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A model and the parts of its checkpoint that travel with it."""
+    """A model and the files of its checkpoint that travel with it."""
 
     model: CausalEncoderDecoder
     variant: Variant
-    carried: Mapping[str, Rows] = field(default_factory=dict)  # by released name
     companions: Mapping[str, bytes] = field(default_factory=dict)  # tokenizer files by name
 
 
@@ -60,8 +58,9 @@ def load_model(
     dtype: LoadDtype = "stored",
     device: torch.device | str = "cpu",
     engram: EngramPlacement = "resident",
+    drafter: bool = True,
 ) -> CausalEncoderDecoder:
-    """Load the model; the tensors of the drafter are checked but not read.
+    """Load the model; without ``drafter`` its tensors are checked but not read.
 
     "stored" keeps quantised weights as the file's codes and everything else in the file's dtype; a
     torch dtype makes every weight a float parameter (float32 holds every stored value exactly).
@@ -69,7 +68,7 @@ def load_model(
     from which only the rows that a step needs are read. All give the same bits.
     """
     checkpoint = load_checkpoint(
-        folder, numerics=numerics, dtype=dtype, device=device, engram=engram, carry=False
+        folder, numerics=numerics, dtype=dtype, device=device, engram=engram, drafter=drafter
     )
     return checkpoint.model
 
@@ -81,14 +80,16 @@ def load_checkpoint(
     dtype: LoadDtype = "stored",
     device: torch.device | str = "cpu",
     engram: EngramPlacement = "resident",
-    carry: bool = True,
+    drafter: bool = True,
 ) -> Checkpoint:
     """Load the model with everything that ``save_checkpoint`` needs to write it back.
 
     Raises CheckpointError before the first weight is read where a tensor is missing, unknown,
-    misshaped or of the wrong dtype. ``carry`` costs the memory of the parts without code.
+    misshaped or of the wrong dtype. Without ``drafter`` the model and what is saved have none.
     """
     source, config, variant = open_source(folder)
+    if not drafter:
+        config = replace(config, dspark=None)
     plain = PLAIN_DTYPES[variant] if dtype == "stored" else dtype
     model = CausalEncoderDecoder(config, numerics, device="meta", dtype=plain)
     has_codes = dtype == "stored" and variant == "released"
@@ -96,29 +97,20 @@ def load_checkpoint(
     if engram != "resident":
         moved = move_tables_out(model, source, engram, None if has_codes else plain)
     filler = _Filler(model, device, keep_codes=dtype == "stored")
-    carried = {}
     for weight in source.weights.values():
-        if weight.spec.ours is None:
-            if carry:
-                carried[weight.name] = read_whole(source, weight)
-        elif weight.spec.ours not in moved:
+        is_left_out = not drafter and weight.spec.ours.startswith(DRAFTER)
+        if not is_left_out and weight.spec.ours not in moved:
             filler.fill(source, weight)
     filler.finish()
     if config.engram and (folder / TOKENIZER_FILE).exists():
         model.set_token_map(token_map_for(folder, config))
     companions = read_companions(folder)
-    return Checkpoint(model=model, variant=variant, carried=carried, companions=companions)
+    return Checkpoint(model=model, variant=variant, companions=companions)
 
 
 def save_checkpoint(checkpoint: Checkpoint, folder: Path, *, variant: Variant = "released") -> None:
-    """Write a loaded checkpoint with its carried tensors and tokenizer files."""
-    save_model(
-        checkpoint.model,
-        folder,
-        variant=variant,
-        carried=checkpoint.carried,
-        companions=checkpoint.companions,
-    )
+    """Write a loaded checkpoint with its tokenizer files."""
+    save_model(checkpoint.model, folder, variant=variant, companions=checkpoint.companions)
 
 
 def save_model(
@@ -126,7 +118,6 @@ def save_model(
     folder: Path,
     *,
     variant: Variant = "released",
-    carried: Mapping[str, Rows] | None = None,
     companions: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write a model; stored codes pass through, float weights are quantised for "released".
@@ -134,7 +125,7 @@ def save_model(
     ``companions`` are the tokenizer's files, see ``read_companions``. The folder appears complete
     or not at all; an older checkpoint there is replaced.
     """
-    source = _ModelSource(model, carried or {})
+    source = _ModelSource(model)
     write_checkpoint(source, model.config, folder, variant=variant, companions=companions or {})
 
 
@@ -187,7 +178,6 @@ class _Filler:
     def fill(self, source: FileSource, weight: Weight) -> None:
         """Copy a weight in; an expert goes into its row of the stack."""
         spec, scale = weight.spec, weight.scale
-        assert spec.ours is not None, f"{weight.name} belongs to no parameter"
         meta = self.parameters[spec.ours]
         if scale is None or not self.keep_codes:
             target = self._target(spec.ours, spec.expert, meta.shape, meta.dtype)
@@ -219,10 +209,9 @@ class _Filler:
         self.model.to(self.device)  # constants that are not in the checkpoint
 
     def _target(
-        self, name: str | None, expert: int | None, shape: Sequence[int], dtype: torch.dtype
+        self, name: str, expert: int | None, shape: Sequence[int], dtype: torch.dtype
     ) -> Tensor:
         """The tensor to fill, made at its first use; an expert's is a row of its stack."""
-        assert name is not None, "a tensor without a place in the model"
         if name not in self.filled:
             self.filled[name] = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         tensor = self.filled[name]
@@ -230,42 +219,28 @@ class _Filler:
 
 
 class _ModelSource:
-    """Weights of a model in memory, and the carried tensors of the parts without code."""
+    """Weights of a model in memory."""
 
-    def __init__(self, model: CausalEncoderDecoder, carried: Mapping[str, Rows]) -> None:
+    def __init__(self, model: CausalEncoderDecoder) -> None:
         self.state = model.state_dict()
         self.tables = {
             f"{name}.weight": module
             for name, module in model.named_modules()
             if isinstance(module, StoredTable)
         }
-        self.carried = carried
         self.stored = by_name(tensor_table(model.config))
-        lost = [
-            name
-            for name, weight in self.stored.items()
-            if weight.spec.ours is None and name not in carried
-        ]
-        if lost:
-            raise CheckpointError(
-                f"{lost[0]} and {len(lost) - 1} more tensors of the drafter are not there; "
-                "load with load_checkpoint and save with save_checkpoint to carry them, or leave "
-                "the drafter out of the configuration"
-            )
 
     def rows(self, weight: Weight, start: int, stop: int) -> Rows:
-        """Rows of a parameter, of its stored form, or of a carried tensor."""
+        """Rows of a parameter, or of its stored form."""
         spec = weight.spec
-        if spec.ours is None:
-            return slice_rows(self.carried[weight.name], weight, start, stop)
         if spec.ours in self.tables:
             return self.tables[spec.ours].stored_rows(start, stop)
         values, scales = self.state.get(spec.ours), None
         if values is None:
             stored = self.stored[weight.name]
             assert stored.scale is not None, f"{spec.ours} is not in the model"
-            values = self.state[str(stored.spec.stored_as)]
-            scales = self.state[str(stored.scale.stored_as)]
+            values = self.state[stored.spec.stored_as]
+            scales = self.state[stored.scale.stored_as]
         if spec.expert is not None:
             values = values[spec.expert]
             scales = None if scales is None else scales[spec.expert]

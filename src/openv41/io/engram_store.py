@@ -74,7 +74,7 @@ def move_tables_out(
     moved = set()
     for weight in source.weights.values():
         ours = weight.spec.ours
-        if ours is None or weight.spec.weight_format != "fp8_rows":
+        if weight.spec.weight_format != "fp8_rows":
             continue
         table = (
             StoredTable(MappedTable(source.files, weight), weight, dtype, cache_rows=CACHE_ROWS)

@@ -295,7 +295,7 @@ class RandomWeights:
     def rows(self, weight: Weight, start: int, stop: int) -> Rows:
         """Plain float32 rows, which the writer quantises where the format wants it."""
         generator = _generator(self.seed, f"{weight.name} {start}")
-        name, shape = weight.spec.ours or weight.name, list(weight.spec.shape)
+        name, shape = weight.spec.ours, list(weight.spec.shape)
         if weight.spec.part == "weight" and weight.spec.weight_format == "fp4":
             shape[-1] *= 2  # two values to a byte
         drawn = (stop - start, *shape[1:])

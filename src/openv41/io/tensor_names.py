@@ -24,15 +24,15 @@ ITEM_BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1}
 class TensorSpec(NamedTuple):
     """One tensor of a checkpoint file (a tuple: the released table has 96,085 of them).
 
-    ``ours`` is the float parameter that it belongs to (a weight and its scale share it), None
-    where this package has no module for it. ``expert`` is the row of that parameter where experts
-    are stacked. ``weight_format`` is None for tensors that are plain numbers in every variant.
+    ``ours`` is the float parameter that it belongs to (a weight and its scale share it). ``expert``
+    is the row of that parameter where experts are stacked. ``weight_format`` is None for tensors
+    that are plain numbers in every variant.
     """
 
     released: str
     dtype: str
     shape: tuple[int, ...]
-    ours: str | None
+    ours: str
     expert: int | None
     part: Part
     weight_format: WeightFormat | None
@@ -40,9 +40,9 @@ class TensorSpec(NamedTuple):
     num_bytes: int  # payload in the file
 
     @property
-    def stored_as(self) -> str | None:
+    def stored_as(self) -> str:
         """Key in the state dict of a model that holds stored codes instead of floats."""
-        if self.ours is None or self.part == "plain":
+        if self.part == "plain":
             return self.ours
         return self.ours.removesuffix("weight") + ("codes" if self.part == "weight" else "scales")
 
@@ -51,7 +51,7 @@ class _Weight(NamedTuple):
     """A parameter before it is laid out for a variant."""
 
     name: str  # released, without ".weight" where the kind is quantised
-    ours: str | None
+    ours: str
     kind: Kind
     shape: tuple[int, ...]
     expert: int | None = None
@@ -74,16 +74,6 @@ def tensor_table(config: ModelConfig, *, variant: Variant = "released") -> tuple
 def num_shards(config: ModelConfig) -> int:
     """Number of files. Vision, drafter and Engram files exist only where the model has them."""
     return len(_shards(config))
-
-
-def count_declared(config: ModelConfig) -> dict[str, int]:
-    """Parameters of the parts that are declared here and have no module of ours."""
-    parts: dict[str, list[_Weight]] = {}
-    if config.dspark:
-        stages = range(config.dspark.num_stages)
-        drafter = [_drafter_stage(config, config.dspark, s) for s in stages]
-        parts["drafter"] = [weight for stage in drafter for weight in stage]
-    return {part: sum(prod(w.shape) for w in weights) for part, weights in parts.items()}
 
 
 def shard_name(shard: int, total: int) -> str:
@@ -117,21 +107,21 @@ def _layer(config: ModelConfig, plan: LayerPlan) -> Iterator[_Weight]:
         yield from _indexer(config, released, ours, with_keys=plan.is_kv_source)
 
 
-def _block(config: ModelConfig, name: str, ours: str | None, experts: int) -> Iterator[_Weight]:
+def _block(config: ModelConfig, name: str, ours: str, experts: int) -> Iterator[_Weight]:
     """What backbone layers and drafter stages share."""
     d, n = config.hidden_size, config.mhc.num_streams
     for site in ("attn", "ffn"):
-        mhc, base = _under(ours, f"{site}_mhc"), f"{name}.hc_{site}"
-        yield _Weight(f"{base}_fn", _under(mhc, "fn"), "f32", (n * (n + 2), n * d))
-        yield _Weight(f"{base}_base", _under(mhc, "base"), "f32", (n * (n + 2),))
-        yield _Weight(f"{base}_scale", _under(mhc, "scale"), "f32", (3,))
+        mhc, base = f"{ours}.{site}_mhc", f"{name}.hc_{site}"
+        yield _Weight(f"{base}_fn", f"{mhc}.fn", "f32", (n * (n + 2), n * d))
+        yield _Weight(f"{base}_base", f"{mhc}.base", "f32", (n * (n + 2),))
+        yield _Weight(f"{base}_scale", f"{mhc}.scale", "f32", (3,))
         norm = f"{site}_norm.weight"
-        yield _Weight(f"{name}.{norm}", _under(ours, norm), "bf16", (d,))
-    yield from _attention(config, f"{name}.attn", _under(ours, "attention"))
-    yield from _moe(config, f"{name}.ffn", _under(ours, "moe"), experts)
+        yield _Weight(f"{name}.{norm}", f"{ours}.{norm}", "bf16", (d,))
+    yield from _attention(config, f"{name}.attn", f"{ours}.attention")
+    yield from _moe(config, f"{name}.ffn", f"{ours}.moe", experts)
 
 
-def _attention(config: ModelConfig, name: str, ours: str | None) -> Iterator[_Weight]:
+def _attention(config: ModelConfig, name: str, ours: str) -> Iterator[_Weight]:
     a, d = config.attention, config.hidden_size
     shapes = {
         "wq_a": (a.q_rank, d),
@@ -141,10 +131,10 @@ def _attention(config: ModelConfig, name: str, ours: str | None) -> Iterator[_We
         "wo_b": (d, a.o_groups * a.o_rank),
     }
     for key, shape in shapes.items():
-        yield _Weight(f"{name}.{key}", _under(ours, f"{key}.weight"), "fp8", shape)
+        yield _Weight(f"{name}.{key}", f"{ours}.{key}.weight", "fp8", shape)
     for key, width in (("q_norm", a.q_rank), ("kv_norm", a.head_dim)):
-        yield _Weight(f"{name}.{key}.weight", _under(ours, f"{key}.weight"), "bf16", (width,))
-    yield _Weight(f"{name}.attn_sink", _under(ours, "sink"), "f32", (a.num_heads,))
+        yield _Weight(f"{name}.{key}.weight", f"{ours}.{key}.weight", "bf16", (width,))
+    yield _Weight(f"{name}.attn_sink", f"{ours}.sink", "f32", (a.num_heads,))
 
 
 def _compressor(config: ModelConfig, name: str, ours: str, ratio: int) -> Iterator[_Weight]:
@@ -169,16 +159,16 @@ def _indexer(config: ModelConfig, name: str, ours: str, *, with_keys: bool) -> I
         yield _Weight(f"{name}.{key}.weight", f"{ours}.{key}.weight", "bf16", shape)
 
 
-def _moe(config: ModelConfig, name: str, ours: str | None, experts: int) -> Iterator[_Weight]:
+def _moe(config: ModelConfig, name: str, ours: str, experts: int) -> Iterator[_Weight]:
     d, f = config.hidden_size, config.moe.expert_dim
-    yield _Weight(f"{name}.gate.weight", _under(ours, "gate.weight"), "bf16", (experts, d))
+    yield _Weight(f"{name}.gate.weight", f"{ours}.gate.weight", "bf16", (experts, d))
     for key in ("bias", "bias_vl"):
-        yield _Weight(f"{name}.gate.{key}", _under(ours, f"gate.{key}"), "f32", (experts,))
+        yield _Weight(f"{name}.gate.{key}", f"{ours}.gate.{key}", "f32", (experts,))
     shapes = {"w1": (f, d), "w2": (d, f), "w3": (f, d)}
     for key, shape in shapes.items():
-        shared = _under(ours, f"shared.{key}.weight")
+        shared = f"{ours}.shared.{key}.weight"
         yield _Weight(f"{name}.shared_experts.{key}", shared, "fp8", shape)
-    stacks = {key: _under(ours, f"experts.{key}.weight") for key in shapes}
+    stacks = {key: f"{ours}.experts.{key}.weight" for key in shapes}
     for expert in range(experts):
         for key, shape in shapes.items():
             yield _Weight(f"{name}.experts.{expert}.{key}", stacks[key], "fp4", shape, expert)
@@ -196,17 +186,18 @@ def _engram(config: ModelConfig, engram: EngramConfig, layer: int, rows: int) ->
 
 def _drafter_stage(config: ModelConfig, dspark: DsparkConfig, stage: int) -> Iterator[_Weight]:
     d, rank, name = config.hidden_size, dspark.markov_rank, f"mtp.{stage}"
-    yield from _block(config, name, None, dspark.num_experts)
+    yield from _block(config, name, f"drafter.stages.{stage}", dspark.num_experts)
     if stage == 0:
         taps = len(dspark.target_layer_ids) * d
-        yield _Weight(f"{name}.main_proj", None, "fp8", (d, taps))
-        yield _Weight(f"{name}.main_norm.weight", None, "bf16", (d,))
+        yield _Weight(f"{name}.main_proj", "drafter.main_proj.weight", "fp8", (d, taps))
+        yield _Weight(f"{name}.main_norm.weight", "drafter.main_norm.weight", "bf16", (d,))
     if stage == dspark.num_stages - 1:
-        yield _Weight(f"{name}.norm.weight", None, "bf16", (d,))
+        yield _Weight(f"{name}.norm.weight", "drafter.norm.weight", "bf16", (d,))
         for key in ("embed", "head"):
-            markov = (config.vocab_size, rank)
-            yield _Weight(f"{name}.markov_head.{key}.weight", None, "bf16", markov)
-        yield _Weight(f"{name}.confidence_head.proj.weight", None, "bf16", (1, d + rank))
+            markov, ours = (config.vocab_size, rank), f"drafter.markov.{key}.weight"
+            yield _Weight(f"{name}.markov_head.{key}.weight", ours, "bf16", markov)
+        confidence = f"{name}.confidence_head.proj.weight"
+        yield _Weight(confidence, "drafter.confidence.weight", "bf16", (1, d + rank))
 
 
 def _vision(vision: VisionConfig, d: int) -> Iterator[_Weight]:
@@ -249,10 +240,6 @@ def _vision_parameter(released: str) -> str:
         if released.startswith(theirs):
             return ours + released.removeprefix(theirs)
     return "vision." + released.removeprefix("image_")
-
-
-def _under(ours: str | None, leaf: str) -> str | None:
-    return None if ours is None else f"{ours}.{leaf}"
 
 
 def _lay_out(weights: Sequence[_Weight], variant: Variant, shard: int) -> Iterator[TensorSpec]:

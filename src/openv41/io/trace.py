@@ -15,6 +15,7 @@ from torch import Tensor
 from openv41.config import NUMERICS, NumericsConfig
 from openv41.errors import InputError
 from openv41.io.tensor_files import read_tensors
+from openv41.io.trace_draft import DraftTrace
 from openv41.io.trace_image import trace_image
 from openv41.io.trace_inputs import Inputs
 from openv41.io.trace_values import (
@@ -142,11 +143,15 @@ def trace_decode(
     config, first = model.config, inputs.prefill_len
     store = DenseStore(config.compress_ratios)
     model_step = partial(feed_tokens, model, store)
-    prompt_logits, _ = model_step(inputs.text_ids[:first], 0)
-    steps = [
-        model_step(ids, position)
-        for position, ids in enumerate(inputs.text_ids[first:].split(1), start=first)
-    ]
+    drafts = DraftTrace(model, store)
+    prompt_logits, seen = model_step(inputs.text_ids[:first], 0)
+    drafts.commit(inputs.text_ids[:first], 0, seen)
+    steps = []
+    for position, ids in enumerate(inputs.text_ids[first:].split(1), start=first):
+        logits, seen = model_step(ids, position)
+        drafts.commit(ids, position, seen)
+        drafts.draft(logits, position + 1)
+        steps.append((logits, seen))
     traced = {
         "positions": torch.arange(first, len(inputs.text_ids)),
         "logits": torch.stack([logits for logits, _ in steps]),
@@ -160,6 +165,7 @@ def trace_decode(
     for layer in config.index_sources:
         name = f"layers.{layer}.topk_indices"
         traced[name] = torch.cat([widen(seen[name], config.indexer.top_k) for _, seen in steps])
+    traced |= drafts.tensors()
     store.truncate(0, first)
     traced |= _greedy(prompt_logits, first, greedy, model_step)
     return {name: as_stored(value) for name, value in traced.items()}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from openv41 import ops
 from openv41.layers.batch import Batch
-from openv41.layers.probe import Probe
+from openv41.layers.probe import CHOICES, Probe
 from openv41.model.cache import DenseStore
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.plan import LayerPlan
@@ -57,8 +57,8 @@ def margin_of(scores: Float[Tensor, "T M"], count: int) -> Float[Tensor, " T"]:
 def feed_tokens(
     model: CausalEncoderDecoder, store: DenseStore, ids: Tensor, start: int
 ) -> tuple[Float[Tensor, " V"], dict[str, Tensor]]:
-    """Feed tokens of request 0; return the last logits and the discrete choices."""
-    probe = Probe.recording_choices()
+    """Feed tokens of request 0; return the last logits, the discrete choices and the taps."""
+    probe = Probe(lambda name: leaf(name) in (*CHOICES, "main_hidden"))
     output = model(Batch(ids, (0,), (start,), (len(ids),)), store, probe=probe)
     return model.logits(output.hidden[-1:])[0], probe.values
 

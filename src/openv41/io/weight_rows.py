@@ -133,21 +133,6 @@ def as_stored(rows: Rows, weight: Weight) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-def read_whole(source: Source, weight: Weight) -> Rows:
-    """All rows of a weight, in memory."""
-    parts = [source.rows(weight, start, stop) for start, stop in weight.chunks()]
-    if len(parts) == 1:
-        return parts[0]
-    scales = [part.scales for part in parts if part.scales is not None]
-    return Rows(_join([part.values for part in parts]), _join(scales) if scales else None)
-
-
-def _join(parts: list[Tensor]) -> Tensor:
-    """Concatenate, also the dtypes that torch.cat does not know."""
-    dtype = parts[0].dtype
-    return torch.cat([part.view(torch.uint8) for part in parts]).view(dtype)
-
-
 def slice_rows(rows: Rows, weight: Weight, start: int, stop: int) -> Rows:
     """Rows of a weight that is in memory."""
     if rows.scales is None:

@@ -59,7 +59,6 @@ class ForwardContext:
         replay: ReplayBounds | None = None,
         deterministic: bool = False,
     ) -> None:
-        assert store is not None or not any(batch.starts), f"no store, but starts {batch.starts}"
         assert replay is None or len(replay.floors) == len(batch.requests), (
             f"{len(replay.floors)} floors for {len(batch.requests)} requests"
         )
@@ -190,6 +189,7 @@ class ForwardContext:
     def _past(self, slot: Slot, reach: int) -> tuple[int, ...]:
         """Rows before the new ones that tokens see, and that are there."""
         if self.store is None:
+            assert not any(self.batch.starts), f"no store, but starts {self.batch.starts}"
             return (0,) * len(self.batch.requests)
         found = self.store.rows_before(slot, self.batch.requests, self.batch.starts)
         return tuple(min(rows, reach - 1) for rows in found)

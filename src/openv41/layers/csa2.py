@@ -4,7 +4,7 @@ Full layers compress their input into main KV, Reindex layers choose entries ane
 take the latest choice; every layer has its own sliding window.
 """
 
-from typing import ClassVar, Unpack
+from typing import Unpack
 
 import torch
 from jaxtyping import Float
@@ -15,12 +15,11 @@ from openv41.config import ModelConfig, NumericsConfig
 from openv41.layers.context import ForwardContext
 from openv41.layers.factory import Factory
 from openv41.layers.hierarchical_indexer import HierarchicalIndexer
-from openv41.layers.islands import Float32Islands, island
+from openv41.layers.latent_attention import LatentAttention
 from openv41.layers.objectives import LayerLosses
-from openv41.layers.quantized_linear import Linear, QuantizedLinear, RMSNorm
+from openv41.layers.quantized_linear import Linear, RMSNorm
 from openv41.layers.rounding import round_index, round_main_kv, round_window_kv
 from openv41.layers.store import Slot
-from openv41.ops.precision import cast
 from openv41.plan import LayerPlan
 
 
@@ -61,10 +60,8 @@ class Compressor(nn.Module):
         return ops.pool_group(kv, gate, deterministic=deterministic).to(x.dtype)
 
 
-class CSA2Attention(Float32Islands):
+class CSA2Attention(LatentAttention):
     """One attention sub-layer: queries over window KV, selected main KV and the sink."""
-
-    islands: ClassVar[tuple[str, ...]] = ("sink",)
 
     def __init__(
         self,
@@ -73,19 +70,8 @@ class CSA2Attention(Float32Islands):
         numerics: NumericsConfig,
         **made: Unpack[Factory],
     ) -> None:
-        super().__init__()
-        attn, dim = config.attention, config.hidden_size
-        self.attn, self.plan, self.numerics = attn, plan, numerics
-        width = attn.num_heads * attn.head_dim
-        grouped = attn.o_groups * attn.o_rank
-        self.wq_a = QuantizedLinear(dim, attn.q_rank, numerics, **made)
-        self.q_norm = RMSNorm(attn.q_rank, config.norm_eps, **made)
-        self.wq_b = QuantizedLinear(attn.q_rank, width, numerics, **made)
-        self.wkv = QuantizedLinear(dim, attn.head_dim, numerics, **made)
-        self.kv_norm = RMSNorm(attn.head_dim, config.norm_eps, **made)
-        self.wo_a = QuantizedLinear(width // attn.o_groups, grouped, numerics, **made)
-        self.wo_b = QuantizedLinear(grouped, dim, numerics, **made)
-        self.sink = nn.Parameter(torch.empty(attn.num_heads, **island(made)))
+        super().__init__(config, numerics, **made)
+        self.plan = plan
         if plan.is_kv_source:
             self.compressor = Compressor(config, plan, numerics, **made)
         if plan.is_index_source:
@@ -94,8 +80,7 @@ class CSA2Attention(Float32Islands):
     def forward(self, x: Float[Tensor, "T D"], ctx: ForwardContext) -> Float[Tensor, "T D"]:
         """Attend for every token of the batch."""
         plan, rope = self.plan, ctx.rope(self.plan.ratio)
-        q_latent = self.q_norm(self.wq_a(x))
-        q = self._rotate(self.wq_b(q_latent).unflatten(-1, (self.attn.num_heads, -1)), rope)
+        q_latent, q = self.queries(x, rope)
         window_kv, window_keys = self._window_kv(x, ctx)
         if plan.is_kv_source:
             self._publish_main_kv(x, ctx)
@@ -104,7 +89,6 @@ class CSA2Attention(Float32Islands):
         main_kv, main_keys = self._main_kv(ctx, window_kv)
         if ctx.losses is not None and ctx.losses.teaches(plan):
             self._teach(ctx.losses, q, (window_kv, window_keys), ctx)
-        scale = self.attn.head_dim**-0.5
         out = ops.sparse_attention(
             q,
             window_kv,
@@ -112,10 +96,10 @@ class CSA2Attention(Float32Islands):
             main_kv,
             main_keys,
             self.sink,
-            scale,
+            self.scale,
             deterministic=self.numerics.deterministic,
         )
-        return self._project_out(self._rotate(out, ctx.inverse_rope(plan.ratio)))
+        return self.project_out(self.rotate(out, ctx.inverse_rope(plan.ratio)))
 
     def write_kv(self, x: Float[Tensor, "T D"], ctx: ForwardContext, *, window: bool) -> None:
         """Leave the KV of tokens that do nothing else in this layer."""
@@ -141,9 +125,9 @@ class CSA2Attention(Float32Islands):
         ctx: ForwardContext,
     ) -> None:
         """Hand in how much this layer attends to each selected entry."""
-        source, scale = self.plan.index_source, self.attn.head_dim**-0.5
+        source = self.plan.index_source
         chosen = ctx.selections[source]
-        mass = ops.attention_mass(q, *window, chosen.kv, chosen.rows, self.sink, scale)
+        mass = ops.attention_mass(q, *window, chosen.kv, chosen.rows, self.sink, self.scale)
         losses.masses.setdefault(source, {})[self.plan.layer] = mass
 
     def _main_kv(
@@ -155,12 +139,9 @@ class CSA2Attention(Float32Islands):
         ctx.work.entries_read[self.plan.layer] = len(chosen.kv)
         return chosen.kv, chosen.keys
 
-    def _rotate(self, x: Tensor, rope: Tensor) -> Tensor:
-        return ops.rotate(x, rope, deterministic=self.numerics.deterministic)
-
     def _window_kv(self, x: Tensor, ctx: ForwardContext) -> tuple[Float[Tensor, "S C"], ops.Keys]:
         layer = self.plan.layer
-        exact = self._rotate(self.kv_norm(self.wkv(x)), ctx.rope(self.plan.ratio))
+        exact = self.latent_kv(x, ctx.rope(self.plan.ratio))
         kv = ctx.observe(f"layers.{layer}.window_kv", round_window_kv(exact, self.numerics))
         return ctx.window(Slot("window", layer), kv, exact)
 
@@ -170,23 +151,7 @@ class CSA2Attention(Float32Islands):
         rope = ctx.rope(ratio, of_entries=True)
         latent = self.compressor(x, ctx)
         keys = self.indexer.keys(latent.detach(), rope)  # the indexer alone learns from them
-        entries = self._rotate(latent, rope)
+        entries = self.rotate(latent, rope)
         rounded = round_main_kv(entries, self.numerics)
         ctx.publish_entries(Slot("main", layer), ratio, rounded, entries)
         ctx.publish_entries(Slot("index", layer), ratio, round_index(keys, self.numerics), keys)
-
-    def _project_out(self, out: Float[Tensor, "T H C"]) -> Float[Tensor, "T D"]:
-        """Two-step output projection; the first is grouped by heads and its input not rounded."""
-        groups = self.attn.o_groups
-        inputs = out.flatten(1).unflatten(1, (groups, -1))  # [T, G, H/G*C]
-        weight = cast(self.wo_a.value(out.dtype), out.dtype).unflatten(0, (groups, -1))
-        if len(out) == 1 and not self.numerics.deterministic:  # one call for all groups
-            grouped = torch.bmm(inputs.transpose(0, 1), weight.mT).view(1, -1)
-        else:
-            parts = [
-                ops.linear(inputs[:, g], weight[g], deterministic=self.numerics.deterministic)
-                for g in range(groups)
-            ]
-            grouped = torch.cat(parts, dim=-1)
-        projected: Tensor = self.wo_b(grouped)
-        return projected

@@ -122,7 +122,7 @@ class Linear(nn.Module):
         self.update: nn.Module | None = None  # likewise
         self.numerics = numerics
 
-    def forward(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
+    def forward(self, x: Float[Tensor, "... inputs"]) -> Float[Tensor, "... outputs"]:
         """Multiply in the dtype of ``x``."""
         weight = self.weight if self.update is None else self.weight + self.update()
         deterministic = self.numerics.deterministic

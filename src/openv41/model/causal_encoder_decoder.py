@@ -20,6 +20,7 @@ from openv41.errors import InputError
 from openv41.layers.batch import Batch
 from openv41.layers.context import ForwardContext, Work
 from openv41.layers.csa2 import CSA2Attention
+from openv41.layers.embedding import Embedding
 from openv41.layers.engram import Engram
 from openv41.layers.experts import MixtureOfExperts
 from openv41.layers.factory import Factory
@@ -29,6 +30,7 @@ from openv41.layers.probe import Probe
 from openv41.layers.quantized_linear import RMSNorm
 from openv41.layers.single_pass_mhc import SinglePassMHC, Streams
 from openv41.layers.store import KVStore, Slot
+from openv41.model.dspark import DSparkDrafter
 from openv41.model.image_tower import ImageTower
 from openv41.model.prefill import LayerRows
 from openv41.ops.precision import widened
@@ -103,19 +105,6 @@ class Layer(nn.Module):
         return ctx.observe(f"layers.{self.plan.layer}.ffn_out", y)
 
 
-class Embedding(nn.Module):
-    """A plain [V, D] weight: the token embedding."""
-
-    def __init__(
-        self,
-        num: int,
-        dim: int,
-        **made: Unpack[Factory],
-    ) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num, dim, **made))
-
-
 class Head(Embedding):
     """The prediction head, in at least float32."""
 
@@ -143,8 +132,9 @@ class Head(Embedding):
 
 
 class CausalEncoderDecoder(nn.Module):
-    """The whole model but its drafter; ``vision`` is None where it sees no images.
+    """The whole model; ``vision`` and ``drafter`` are None where it has no such part.
 
+    The drafter takes no part in the forward: see model/dspark.py.
     Parameters are uninitialised: see model/init.py and io/checkpoint.py.
     """
 
@@ -168,6 +158,9 @@ class CausalEncoderDecoder(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, **made)
         self.head = Head(config.vocab_size, config.hidden_size, **made)
+        self.drafter: DSparkDrafter | None = None
+        if config.dspark is not None:
+            self.drafter = DSparkDrafter(config, config.dspark, numerics, **made)
         self.register_buffer("token_map", None, persistent=False)
 
     def set_token_map(self, token_map: Sequence[int] | Int[Tensor, " V"]) -> None:

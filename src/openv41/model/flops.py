@@ -19,6 +19,7 @@ from openv41.plan import LayerPlan, plan_layers
 # The first fragment that a parameter's name contains decides where it counts.
 COMPONENTS = {
     "vision.": "vision",
+    "drafter.": "drafter",
     "embed.": "embedding",
     "head.": "head",
     ".engram.table": "engram tables",
@@ -152,7 +153,7 @@ def active_shapes(
     cut, active = find_cut(model.config)[0], {}
     for name, shape in parameter_shapes(model).items():
         component = component_of(name)
-        skipped = component in ("embedding", "engram tables", "vision")
+        skipped = component in ("embedding", "engram tables", "vision", "drafter")
         if not skipped and (not prefill or _runs_in_prefill(name, cut)):
             is_stack = component == "routed experts"
             active[name] = (model.config.moe.top_k, *shape[1:]) if is_stack else shape

@@ -3,12 +3,12 @@
 import torch
 from torch import nn
 
-from openv41.layers.csa2 import CSA2Attention
+from openv41.layers.embedding import Embedding
 from openv41.layers.engram import Engram
 from openv41.layers.experts import Gate
+from openv41.layers.latent_attention import LatentAttention
 from openv41.layers.quantized_linear import Linear, QuantizedWeight, RMSNorm
 from openv41.layers.single_pass_mhc import SinglePassMHC
-from openv41.model.causal_encoder_decoder import Embedding
 from openv41.model.image_tower import ImageTower
 
 STD = 0.02
@@ -40,7 +40,7 @@ def _init_module(module: nn.Module, generator: torch.Generator) -> None:
             module.weight.normal_(0, STD, generator=generator)
             module.bias.zero_()
             module.bias_vl.zero_()
-        case CSA2Attention():
+        case LatentAttention():
             module.sink.zero_()
         case ImageTower():
             for mark in (module.start, module.newline, module.end):

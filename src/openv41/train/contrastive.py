@@ -19,10 +19,10 @@ from openv41 import ops
 from openv41.config import NUMERICS, ModelConfig, NumericsConfig, VisionConfig
 from openv41.image_grid import ImageGrid
 from openv41.io.image_processor import scale_pixels
+from openv41.layers.embedding import Embedding
 from openv41.layers.factory import Factory
 from openv41.layers.quantized_linear import Linear, RMSNorm
 from openv41.layers.vision_encoder import EPS, VisionBlock, VisionEncoder
-from openv41.model.causal_encoder_decoder import Embedding
 from openv41.model.init import init_weights
 from openv41.train.packed_batch import PackedBatch
 

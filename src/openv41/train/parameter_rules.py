@@ -11,7 +11,7 @@ from openv41.config import ModelConfig
 
 Update = Literal["muon", "sinkhorn", "adamw", "load balance"]
 Blocks = Literal["one", "query heads", "index heads", "query, key, value"]
-Part = Literal["backbone", "tokens", "engram table", "vision encoder", "adapter"]
+Part = Literal["backbone", "tokens", "engram table", "vision encoder", "adapter", "drafter"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +112,49 @@ RULES: dict[str, Rule] = {
     "vision.end": OPEN_VECTOR,
 }
 
+# The report assigns none of the drafter's: its matrices as the backbone's, its two V x rank tables
+# as embeddings, the single row of its confidence head never orthogonalised.
+DRAFTER_MUON = Rule(update="muon", decays=True, part="drafter", is_open=True)
+DRAFTER_NORM = Rule(update="adamw", decays=True, part="drafter", is_open=True)
+DRAFTER_VECTOR = Rule(update="adamw", part="drafter", is_open=True)
+DRAFTER_TABLE = Rule(update="sinkhorn", part="drafter", is_open=True)
+_STAGE = "drafter.stages.*"
+DRAFTER_RULES: dict[str, Rule] = {
+    "drafter.main_proj.weight": DRAFTER_MUON,
+    "drafter.main_norm.weight": DRAFTER_NORM,
+    f"{_STAGE}.attn_norm.weight": DRAFTER_NORM,
+    f"{_STAGE}.ffn_norm.weight": DRAFTER_NORM,
+    f"{_STAGE}.attn_mhc.fn": DRAFTER_MUON,
+    f"{_STAGE}.attn_mhc.base": DRAFTER_VECTOR,
+    f"{_STAGE}.attn_mhc.scale": DRAFTER_VECTOR,
+    f"{_STAGE}.ffn_mhc.fn": DRAFTER_MUON,
+    f"{_STAGE}.ffn_mhc.base": DRAFTER_VECTOR,
+    f"{_STAGE}.ffn_mhc.scale": DRAFTER_VECTOR,
+    f"{_STAGE}.attention.wq_a.weight": DRAFTER_MUON,
+    f"{_STAGE}.attention.wq_b.weight": Rule(
+        update="muon", blocks="query heads", decays=True, part="drafter", is_open=True
+    ),
+    f"{_STAGE}.attention.wkv.weight": DRAFTER_MUON,  # one head
+    f"{_STAGE}.attention.wo_a.weight": DRAFTER_MUON,
+    f"{_STAGE}.attention.wo_b.weight": DRAFTER_MUON,
+    f"{_STAGE}.attention.q_norm.weight": DRAFTER_NORM,
+    f"{_STAGE}.attention.kv_norm.weight": DRAFTER_NORM,
+    f"{_STAGE}.attention.sink": DRAFTER_VECTOR,
+    f"{_STAGE}.moe.gate.weight": DRAFTER_MUON,
+    f"{_STAGE}.moe.gate.bias": BALANCED,
+    f"{_STAGE}.moe.gate.bias_vl": BALANCED,
+    f"{_STAGE}.moe.experts.w1.weight": DRAFTER_MUON,
+    f"{_STAGE}.moe.experts.w3.weight": DRAFTER_MUON,
+    f"{_STAGE}.moe.experts.w2.weight": DRAFTER_MUON,
+    f"{_STAGE}.moe.shared.w1.weight": DRAFTER_MUON,
+    f"{_STAGE}.moe.shared.w3.weight": DRAFTER_MUON,
+    f"{_STAGE}.moe.shared.w2.weight": DRAFTER_MUON,
+    "drafter.norm.weight": DRAFTER_NORM,
+    "drafter.markov.embed.weight": DRAFTER_TABLE,
+    "drafter.markov.head.weight": DRAFTER_TABLE,
+    "drafter.confidence.weight": DRAFTER_VECTOR,
+}
+
 # What the model of stage "vision" has beside the encoder; see train/contrastive.py.
 CONTRASTIVE_RULES: dict[str, Rule] = {
     "vision.projection.weight": OPEN_MUON,
@@ -132,10 +175,12 @@ CONTRASTIVE_RULES: dict[str, Rule] = {
     "bias": OPEN_VECTOR,
 }
 
+ALL_RULES = {**RULES, **DRAFTER_RULES, **CONTRASTIVE_RULES}
+
 
 def pattern_of(name: str) -> str:
     """Name of a parameter with * for the numbers of its layer or block."""
-    return re.sub(r"\b(layers|blocks)\.\d+\.", r"\1.*.", name)
+    return re.sub(r"\b(layers|blocks|stages)\.\d+\.", r"\1.*.", name)
 
 
 def is_adapter(name: str) -> bool:
@@ -147,7 +192,7 @@ def rule_of(name: str) -> Rule:
     """Rule of a parameter; a parameter that is not in the tables is a bug."""
     if is_adapter(name):
         return ADAPTER
-    rule = RULES.get(pattern_of(name)) or CONTRASTIVE_RULES.get(pattern_of(name))
+    rule = ALL_RULES.get(pattern_of(name))
     assert rule is not None, f"{name} is in no row of RULES"
     return rule
 

@@ -1,0 +1,96 @@
+"""Attention of the drafter: all rows of a block read one window and one another. Report §2.4.3."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Complex, Float, Int
+from torch import Tensor
+
+from openv41 import ops
+from openv41.layers.context import ForwardContext
+from openv41.layers.latent_attention import LatentAttention
+from openv41.layers.rounding import round_window_kv
+
+ROWS_AT_ONCE = 512  # queries of whole blocks that one call of the attention gets
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """Rows of a packed context that each block reads: ``counts`` rows from ``firsts`` on."""
+
+    firsts: Int[Tensor, " B"]
+    counts: Int[Tensor, " B"]
+    widest: int  # columns for them: at least as many as any block reads
+    total: int  # rows of the context
+
+    def rows(self, block_size: int) -> Int[Tensor, "B S"]:
+        """Rows that each block reads in [context, rows of all blocks]; -1 is none.
+
+        A block's own rows are the last ones: every row of a block sees all of them.
+        """
+        steps = torch.arange(self.widest, device=self.firsts.device)
+        near = torch.where(steps < self.counts[:, None], self.firsts[:, None] + steps, -1)
+        blocks = torch.arange(len(self.firsts), device=self.firsts.device)[:, None]
+        own = torch.arange(block_size, device=self.firsts.device)
+        return torch.cat([near, self.total + blocks * block_size + own], dim=1)
+
+
+class DraftBlocks:
+    """What the stages share about the blocks of one forward: positions and keys of every row."""
+
+    def __init__(self, ctx: ForwardContext, window: Window, block_size: int) -> None:
+        self.ctx = ctx  # of the blocks' rows, at their absolute positions
+        self.rows, self.block_size = window.rows(block_size), block_size
+        self.pieces = list(self._plan())
+
+    def _plan(self) -> Iterator[tuple[slice, ops.Keys, ops.Keys]]:
+        """Cut into pieces of whole blocks; a piece's queries, their keys, and no keys."""
+        size = self.block_size
+        if self.ctx.deterministic:
+            rows = self.rows.repeat_interleave(size, dim=0)
+            none = ops.plan_keys(rows[:, :0], deterministic=True)
+            yield slice(0, len(rows)), ops.plan_keys(rows, deterministic=True), none
+            return
+        step = max(1, ROWS_AT_ONCE // size)
+        for start in range(0, len(self.rows), step):
+            rows = self.rows[start : start + step]
+            bias = torch.where(rows >= 0, 0.0, -torch.inf)[:, None].expand(-1, size, -1)
+            keys = ops.Keys(rows, bias, is_whole=not bool((rows < 0).any()))
+            queries = slice(start * size, (start + len(rows)) * size)
+            none = ops.plan_keys(rows.new_empty(len(rows) * size, 0))
+            yield queries, keys, none
+
+
+class DraftAttention(LatentAttention):
+    """Window attention whose window ends before the block, and which is bidirectional in it."""
+
+    def context_kv(
+        self, main_x: Float[Tensor, "T D"], rope: Complex[Tensor, "T pairs"]
+    ) -> tuple[Float[Tensor, "T C"], Float[Tensor, "T C"]]:
+        """KV of committed positions from the target's features: rounded, and before rounding."""
+        exact = self.latent_kv(main_x, rope)
+        return round_window_kv(exact, self.numerics), exact
+
+    def forward(
+        self, x: Float[Tensor, "T D"], context: Float[Tensor, "S C"], blocks: DraftBlocks
+    ) -> Float[Tensor, "T D"]:
+        """Attend for every row of every block."""
+        rope = blocks.ctx.rope(0)
+        _, q = self.queries(x, rope)
+        own = round_window_kv(self.latent_kv(x, rope), self.numerics)
+        kv = torch.cat([context.to(own.dtype), own])
+        parts = [
+            ops.sparse_attention(
+                q[queries],
+                kv,
+                keys,
+                kv[:0],
+                no_keys,
+                self.sink,
+                self.scale,
+                deterministic=self.numerics.deterministic,
+            )
+            for queries, keys, no_keys in blocks.pieces
+        ]
+        return self.project_out(self.rotate(torch.cat(parts), blocks.ctx.inverse_rope(0)))

@@ -1,0 +1,278 @@
+"""DSpark: drafts a block of tokens behind the newest one. Report §2.4.3.
+
+The anchor is the newest token of a request: sampled by the target, not yet run through it. If it
+stands at position P, a block has rows for positions P..P+4, which predict the tokens P+1..P+5.
+They read the target's features of the committed positions P-128..P-1 and one another.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol, Unpack, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from openv41 import ops
+from openv41.config import DsparkConfig, ModelConfig, MoeConfig, NumericsConfig
+from openv41.layers.batch import Batch
+from openv41.layers.context import ForwardContext
+from openv41.layers.draft_attention import DraftAttention, DraftBlocks, Window
+from openv41.layers.experts import MixtureOfExperts
+from openv41.layers.factory import Factory
+from openv41.layers.markov_head import MarkovHead
+from openv41.layers.quantized_linear import Linear, QuantizedLinear, RMSNorm
+from openv41.layers.single_pass_mhc import SinglePassMHC
+from openv41.layers.store import KVStore, Slot, Spans
+from openv41.ops.precision import widened
+
+Choose = Callable[[Float[Tensor, "R V"], int], Int[Tensor, " R"]]
+
+
+@runtime_checkable
+class Target(Protocol):
+    """What the drafter shares with the model that it drafts for: embedding and head."""
+
+    def first_streams(
+        self, batch: Batch, ctx: ForwardContext
+    ) -> tuple[Float[Tensor, "T N D"], Float[Tensor, "T N"]]:
+        """Embed tokens into equal streams, with the first input mix."""
+        ...
+
+    def logits(self, hidden: Float[Tensor, "T D"]) -> Float[Tensor, "T V"]:
+        """Score the vocabulary, in at least float32."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Proposal:
+    """What the stages say of a block behind each anchor; X rows per request, in their order."""
+
+    anchors: Batch  # one token per request
+    hidden: Float[Tensor, "rows D"]  # before the last norm, as the confidence head reads it
+    base_logits: Float[Tensor, "rows V"]  # without the Markov bias; at least float32
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """Drafted tokens and the very logits that they were chosen from."""
+
+    tokens: Int[Tensor, "R X"]
+    logits: Float[Tensor, "R X V"]  # base logits with the Markov bias, before any temperature
+    confidence: Float[Tensor, "R X"]  # raw: its sigmoid is P(accepted | all before accepted)
+
+
+def most_likely(logits: Float[Tensor, "R V"], step: int) -> Int[Tensor, " R"]:
+    """Choose greedily; of equal logits the lowest token."""
+    del step
+    return logits.argmax(dim=-1)
+
+
+class DraftStage(nn.Module):
+    """One block of the drafter: attention and experts, each around an mHC site."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        moe: MoeConfig,
+        layer: int,
+        numerics: NumericsConfig,
+        **made: Unpack[Factory],
+    ) -> None:
+        super().__init__()
+        dim, eps, mhc = config.hidden_size, config.norm_eps, config.mhc
+        self.slot = Slot("window", layer)
+        self.attn_mhc = SinglePassMHC(dim, mhc, eps, numerics, **made)
+        self.attn_norm = RMSNorm(dim, eps, **made)
+        self.attention = DraftAttention(config, numerics, **made)
+        self.ffn_mhc = SinglePassMHC(dim, mhc, eps, numerics, **made)
+        self.ffn_norm = RMSNorm(dim, eps, **made)
+        self.moe = MixtureOfExperts(layer, dim, moe, numerics, **made)
+
+    def forward(
+        self,
+        x: Float[Tensor, "T N D"],
+        a: Float[Tensor, "T N"],
+        context: Float[Tensor, "S C"],
+        blocks: DraftBlocks,
+    ) -> tuple[Float[Tensor, "T N D"], Float[Tensor, "T N"]]:
+        """Advance the streams of every row of every block."""
+        x, a = self.attn_mhc(x, a, lambda h: self.attention(self.attn_norm(h), context, blocks))
+        x, a = self.ffn_mhc(x, a, lambda h: self.moe(self.ffn_norm(h), blocks.ctx))
+        return x, a
+
+
+class DSparkDrafter(nn.Module):
+    """Three stages over one shared projection of the target's features, and two small heads.
+
+    Embedding and head are the target's, which every call gets. Context KV of stage s lives in
+    ``Slot("window", num_layers + s)`` of the same store as the target's, by absolute position.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dspark: DsparkConfig,
+        numerics: NumericsConfig,
+        **made: Unpack[Factory],
+    ) -> None:
+        super().__init__()
+        dim, taps = config.hidden_size, len(dspark.target_layer_ids)
+        self.config, self.dspark, self.numerics = config, dspark, numerics
+        self.main_proj = QuantizedLinear(taps * dim, dim, numerics, **made)
+        self.main_norm = RMSNorm(dim, config.norm_eps, **made)
+        moe = dspark.moe(config.moe)
+        self.stages = nn.ModuleList(
+            DraftStage(config, moe, config.num_layers + stage, numerics, **made)
+            for stage in range(dspark.num_stages)
+        )
+        self.norm = RMSNorm(dim, config.norm_eps, **made)
+        self.markov = MarkovHead(config.vocab_size, dspark.markov_rank, numerics, **made)
+        self.confidence = Linear(dim + dspark.markov_rank, 1, numerics, **made)
+
+    @property
+    def block_size(self) -> int:
+        """Rows of a block, always all of them: fewer would be another model."""
+        return self.dspark.block_size
+
+    def write_context(
+        self,
+        taps: Float[Tensor, "rows width"],
+        tap_batch: Batch,
+        store: KVStore,
+        stops: Sequence[int] | None = None,
+    ) -> None:
+        """Store context KV of committed positions, from ``Output.taps`` and its batch.
+
+        ``stops`` are positions, one per request of the batch: rows from there on (drafts that
+        were rejected) are left out; None commits all. Only rows that a later block can see, the
+        last ``window_size`` of each request, are computed and written.
+        """
+        stops = tap_batch.stops if stops is None else stops
+        firsts = [stop - self.config.attention.window_size for stop in stops]
+        kept, rows = tap_batch.part(firsts, stops)
+        if not len(rows):
+            return
+        ctx = self._context(kept)
+        main_x = self.main_features(taps[rows])
+        for stage in self._stages():
+            rounded, exact = stage.attention.context_kv(main_x, ctx.rope(0))
+            store.write(stage.slot, kept.spans, rounded, exact)
+
+    def propose(self, target: Target, anchors: Batch, store: KVStore) -> Proposal:
+        """Run the stages on a whole block behind each anchor.
+
+        ``anchors`` holds one token per request, at the position where the target will run it next:
+        the same batch without drafts. Blocks read the context KV right before it and write none.
+        """
+        assert set(anchors.counts) <= {1}, f"counts {anchors.counts}, give one anchor per request"
+        window = self.config.attention.window_size
+        ask = (anchors.requests, anchors.starts)
+        past = [min(n, window) for n in store.rows_before(self._stages()[0].slot, *ask)]
+        spans = [(r, p - n, p) for r, p, n in zip(*ask, past, strict=True) if n]
+        table = torch.tensor([[0, *accumulate(past)][:-1], past], device=anchors.device)
+        blocks = self._blocks(
+            anchors.token_ids,
+            anchors.starts,
+            Window(table[0], table[1], widest=self._widest(past), total=sum(past)),
+        )
+        width = self.config.attention.head_dim
+        contexts = [
+            store.read(stage.slot, Spans.of(spans))
+            if spans
+            else self.norm.weight.new_empty(0, width)
+            for stage in self._stages()
+        ]
+        hidden = self._run(target, blocks, contexts)
+        return Proposal(anchors, hidden, self.base_logits(target, hidden))
+
+    def draft(self, proposal: Proposal, choose: Choose = most_likely) -> Draft:
+        """Choose the tokens of every block one after the other.
+
+        ``choose`` gets the logits [R, V] of a step and its number from 0 and returns a token per
+        request. A confidence depends on the tokens before its own alone.
+        """
+        size = self.block_size
+        base = proposal.base_logits.unflatten(0, (-1, size))
+        hidden = proposal.hidden.unflatten(0, (-1, size))
+        previous = proposal.anchors.token_ids
+        steps = []
+        for step in range(size):
+            features = self.markov.features(previous)
+            logits = base[:, step] + self.markov(features)
+            confidence = self.confidence_logits(hidden[:, step], features)
+            previous = choose(logits, step)
+            steps.append((previous, logits, confidence))
+        tokens, logits, confidence = (torch.stack(part, dim=1) for part in zip(*steps, strict=True))
+        return Draft(tokens, logits, confidence)
+
+    def forward(
+        self,
+        target: Target,
+        taps: Float[Tensor, "T width"],
+        batch: Batch,
+        anchor_rows: Int[Tensor, " B"],
+    ) -> Float[Tensor, "rows D"]:
+        """Run blocks behind many anchors of whole texts at once, for training.
+
+        ``anchor_rows`` are rows of ``batch``, whose requests start at 0. Each block sees what it
+        would see alone, where ``propose`` drafts behind its anchor: nothing of other blocks, and
+        no feature at or behind its anchor. Returns X rows per anchor, before the last norm.
+        """
+        ctx = self._context(batch)
+        main_x = self.main_features(taps)
+        starts = batch.positions[anchor_rows]
+        counts = starts.clamp(max=self.config.attention.window_size)
+        widest = self._widest(counts.tolist())
+        window = Window(anchor_rows - counts, counts, widest=widest, total=len(taps))
+        blocks = self._blocks(batch.token_ids[anchor_rows], tuple(starts.tolist()), window)
+        contexts = [s.attention.context_kv(main_x, ctx.rope(0))[0] for s in self._stages()]
+        return self._run(target, blocks, contexts)
+
+    def main_features(self, taps: Float[Tensor, "rows width"]) -> Float[Tensor, "rows D"]:
+        """Project and normalise the target's features, once for all stages."""
+        features: Tensor = self.main_norm(self.main_proj(taps))
+        return features
+
+    def base_logits(self, target: Target, hidden: Float[Tensor, "rows D"]) -> Tensor:
+        """Score the vocabulary with the target's head: [rows, V], without the Markov bias."""
+        return target.logits(self.norm(hidden))
+
+    def confidence_logits(
+        self, hidden: Float[Tensor, "... D"], features: Float[Tensor, "... rank"]
+    ) -> Float[Tensor, "..."]:
+        """Raw confidence of a token that is not chosen yet, in at least float32."""
+        logits: Tensor = self.confidence(torch.cat([widened(hidden), features], dim=-1))
+        return logits[..., 0]
+
+    def _run(
+        self, target: Target, blocks: DraftBlocks, contexts: Sequence[Tensor]
+    ) -> Float[Tensor, "rows D"]:
+        """Streams of all rows through all stages, folded by the last input mix."""
+        x, a = target.first_streams(blocks.ctx.batch, blocks.ctx)
+        for stage, context in zip(self._stages(), contexts, strict=True):
+            x, a = stage(x, a, context, blocks)
+        return ops.mix_streams(x, a)
+
+    def _blocks(
+        self, anchors: Int[Tensor, " B"], starts: tuple[int, ...], window: Window
+    ) -> DraftBlocks:
+        """Rows [anchor, noise, noise, ...] at positions P, P + 1, ... of each anchor."""
+        size, count = self.block_size, len(anchors)
+        ids = anchors.new_full((count, size), self.dspark.noise_token_id)
+        ids[:, 0] = anchors
+        batch = Batch(ids.flatten(), tuple(range(count)), starts, (size,) * count)
+        return DraftBlocks(self._context(batch), window, size)
+
+    def _widest(self, counts: Sequence[int]) -> int:
+        """Columns for the rows of a window: the same in every batch where that must not matter."""
+        is_fixed = self.numerics.deterministic
+        return self.config.attention.window_size if is_fixed else max(counts, default=0)
+
+    def _context(self, batch: Batch) -> ForwardContext:
+        deterministic = self.numerics.deterministic
+        return ForwardContext(batch, self.config.attention, deterministic=deterministic)
+
+    def _stages(self) -> list[DraftStage]:
+        return [stage for stage in self.stages if isinstance(stage, DraftStage)]
