@@ -1,5 +1,6 @@
 """What the layers of one forward share: positions, contexts, selections. Report §2.2, §2.3.1."""
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,6 +18,7 @@ from openv41.layers.probe import Probe
 from openv41.layers.store import KVStore, Slot, Spans
 
 PAIRS_AT_ONCE = 1 << 18  # query-entry pairs scored in one piece
+PAIRS_ON_GPU = 1 << 22  # there a piece costs its launches
 
 
 @dataclass
@@ -39,6 +41,19 @@ class Selection:
     def keys(self) -> ops.Keys:
         """How to read the rows."""
         return ops.plan_keys(self.rows, deterministic=self.deterministic)
+
+
+class Choices:
+    """What layers chose in a forward whose layers run again for the gradient."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Tensor] = {}
+
+    def once(self, name: str, choose: Callable[[], Tensor]) -> Tensor:
+        """The choice of the first run, in every run."""
+        if name not in self._made:
+            self._made[name] = choose()
+        return self._made[name]
 
 
 class ForwardContext:
@@ -85,6 +100,7 @@ class ForwardContext:
         self.pad_id = 0  # compressed id of the padding token
         self.taps: list[tuple[Float[Tensor, "T D"], Batch]] = []  # stream means, for the drafter
         self.expert_counts: dict[int, Int[Tensor, "2 E"]] = {}  # by layer: text, image
+        self.choices: Choices | None = None  # of layers that run twice
         self.work = Work()
 
     def part(self, batch: Batch, rows: Int[Tensor, " rows"]) -> "ForwardContext":
@@ -114,6 +130,10 @@ class ForwardContext:
         """Show a tensor to the probe, if there is one; go on with what it returns."""
         return value if self._probe is None else self._probe(name, value)
 
+    def once(self, name: str, choose: Callable[[], Tensor]) -> Tensor:
+        """Choose something without a gradient, or take the choice of the layer's first run."""
+        return choose() if self.choices is None else self.choices.once(name, choose)
+
     def is_wanted(self, name: str) -> bool:
         """Whether the probe keeps or replaces this tensor, which the forward could do without."""
         return self._probe is not None and self._probe.wants_or_feeds(name)
@@ -132,7 +152,8 @@ class ForwardContext:
     def segments(self, ratio: int) -> list[Segment]:
         """Requests grouped for scoring."""
         if ratio not in self._segments:
-            self._segments[ratio] = segments(self.batch, self.entries(ratio), PAIRS_AT_ONCE)
+            limit = PAIRS_ON_GPU if self.batch.device.type == "cuda" else PAIRS_AT_ONCE
+            self._segments[ratio] = segments(self.batch, self.entries(ratio), limit)
         return self._segments[ratio]
 
     def rope(self, ratio: int, *, of_entries: bool = False) -> Complex[Tensor, "T pairs"]:

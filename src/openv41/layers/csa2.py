@@ -111,7 +111,8 @@ class CSA2Attention(LatentAttention):
     def _select(self, x: Tensor, q_latent: Tensor, ctx: ForwardContext) -> None:
         """Choose entries, for the layers up to the next index source too."""
         layer, main = self.plan.layer, Slot("main", self.plan.kv_source)
-        ctx.publish_selection(layer, main, self.plan.ratio, self.indexer(x, q_latent, ctx))
+        chosen = ctx.once(f"layers.{layer}.entries", lambda: self.indexer(x, q_latent, ctx))
+        ctx.publish_selection(layer, main, self.plan.ratio, chosen)
         if ctx.losses is not None and ctx.losses.wanted.indexer:
             rows = ctx.selections[layer].rows
             ctx.losses.scores[layer] = self.indexer.selected_scores(x, q_latent, rows, ctx)
@@ -125,10 +126,20 @@ class CSA2Attention(LatentAttention):
         ctx: ForwardContext,
     ) -> None:
         """Hand in how much this layer attends to each selected entry."""
+<<<<<<< HEAD
         source = self.plan.index_source
         chosen = ctx.selections[source]
         mass = ops.attention_mass(q, *window, chosen.kv, chosen.rows, self.sink, self.scale)
         losses.masses.setdefault(source, {})[self.plan.layer] = mass
+=======
+        source, scale = self.plan.index_source, self.attn.head_dim**-0.5
+        handed_in = losses.masses.setdefault(source, {})
+        if self.plan.layer in handed_in:  # by the first run of a layer that runs twice
+            return
+        chosen = ctx.selections[source]
+        mass = ops.attention_mass(q, *window, chosen.kv, chosen.rows, self.sink, scale)
+        handed_in[self.plan.layer] = mass
+>>>>>>> 472bc5b6 (ops: experts in grouped products, norm, rotary and SwiGLU as Triton kernels; a layer's second run takes the first one's choices)
 
     def _main_kv(
         self, ctx: ForwardContext, window_kv: Tensor

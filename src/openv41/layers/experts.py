@@ -1,6 +1,5 @@
 """Mixture of experts with one routing bias for text and one for images. Report §2.1.1."""
 
-from collections.abc import Sequence
 from typing import ClassVar, Unpack
 
 import torch
@@ -14,7 +13,7 @@ from openv41.layers.factory import Factory
 from openv41.layers.islands import Float32Islands, island
 from openv41.layers.quantized_linear import QuantizedLinear, QuantizedWeight
 from openv41.layers.rounding import round_expert_weight
-from openv41.ops.precision import widened
+from openv41.ops.precision import cast, widened
 
 
 class Gate(Float32Islands):
@@ -62,48 +61,49 @@ class RoutedExperts(nn.Module):
         """Sum of the chosen experts' weighted outputs, at least float32."""
         if not len(x):
             return widened(x)
-        if len(x) == 1:
+        if len(x) == 1 and not x.is_cuda:
             return self._run_for_one(x, expert_ids[0].tolist(), weights[0])
         order, counts = ops.sort_by_expert(expert_ids, self.moe.num_experts)
-        inputs = x.index_select(0, order // self.moe.top_k)
-        return ops.combine(
-            self.feed(inputs, counts, weights.flatten()[order]), order, self.moe.top_k
-        )
+        inputs = ops.take_pairs(x, order, self.moe.top_k)
+        shares = weights.flatten().index_select(0, order)
+        return ops.combine(self.feed(inputs, counts, shares), order, self.moe.top_k)
 
     def feed(
         self,
         rows: Float[Tensor, "pairs D"],
-        counts: Sequence[int],
+        counts: Int[Tensor, " E"],
         weights: Float[Tensor, " pairs"],
     ) -> Float[Tensor, "pairs D"]:
         """Weighted outputs for rows that are sorted by expert, ``counts`` of them for each."""
-        used = [expert for expert, count in enumerate(counts) if count]
-        inputs = rows.split([counts[expert] for expert in used])
-        return torch.cat(self._feed(inputs, used, weights))
+
+        def product(inputs: Tensor, stack: QuantizedWeight) -> Tensor:
+            weight, deterministic = self._value(stack, rows.dtype), self.numerics.deterministic
+            out = ops.grouped_linear(inputs, weight, counts, deterministic=deterministic)
+            return cast(out, rows.dtype)
+
+        w1, w3, w2 = self.stacks()
+        inputs = ops.rounded_input(rows, self.numerics.linear_input)
+        hidden = self._activated(product(inputs, w1), product(inputs, w3), weights)
+        return product(ops.rounded_input(hidden, self.numerics.linear_input), w2)
 
     def _run_for_one(
         self, x: Float[Tensor, "1 D"], experts: list[int], weights: Float[Tensor, " A"]
     ) -> Float[Tensor, "1 D"]:
         """The same for a single token, whose row all its experts share: nothing to sort."""
-        outputs = self._feed([x] * len(experts), experts, weights)
+        w1, w3, w2 = (_pick(self._value(stack, x.dtype), experts) for stack in self.stacks())
+        gate, up = (torch.cat([self._product(x, w) for w in stack]) for stack in (w1, w3))
+        hidden = self._activated(gate, up, weights).split(1)
+        outputs = [self._product(*pair) for pair in zip(hidden, w2, strict=True)]
         return widened(torch.cat(outputs)).sum(dim=0, keepdim=True)
 
-    def _feed(
-        self, inputs: Sequence[Tensor], experts: list[int], weights: Float[Tensor, " pairs"]
-    ) -> list[Tensor]:
-        """Feed each of some experts its rows."""
-        dtype = inputs[0].dtype
-        w1, w3, w2 = (_pick(self._value(stack, dtype), experts) for stack in self.stacks())
-        gate = [self._product(*pair) for pair in zip(inputs, w1, strict=True)]
-        up = [self._product(*pair) for pair in zip(inputs, w3, strict=True)]
-        hidden = ops.clamped_swiglu(
-            torch.cat(gate),
-            torch.cat(up),
-            self.moe.swiglu_limit,
-            weights,
-            deterministic=self.numerics.deterministic,
-        ).split([len(rows) for rows in inputs])
-        return [self._product(*pair) for pair in zip(hidden, w2, strict=True)]
+    def _activated(
+        self,
+        gate: Float[Tensor, "pairs F"],
+        up: Float[Tensor, "pairs F"],
+        weights: Float[Tensor, " pairs"],
+    ) -> Float[Tensor, "pairs F"]:
+        limit, deterministic = self.moe.swiglu_limit, self.numerics.deterministic
+        return ops.clamped_swiglu(gate, up, limit, weights, deterministic=deterministic)
 
     def _value(self, stack: QuantizedWeight, dtype: torch.dtype) -> Float[Tensor, "..."]:
         """Weights of all experts, rounded where the numerics say so and they are not already."""
@@ -178,8 +178,13 @@ class MixtureOfExperts(nn.Module):
             bias = torch.where(ctx.is_image[:, None], gate.bias_vl, bias)
         if ctx.is_wanted(name := f"layers.{self.layer}.router_scores"):
             ctx.observe(name, scores + bias)
-        chosen = ops.choose_experts(scores.detach(), bias, moe.top_k)
-        chosen = ctx.observe(f"layers.{self.layer}.expert_ids", chosen).long()
+        name = f"layers.{self.layer}.expert_ids"
+
+        def choose() -> Tensor:
+            chosen = ops.choose_experts(scores.detach(), bias, moe.top_k)
+            return ctx.observe(name, chosen).long()
+
+        chosen = ctx.once(name, choose)
         self._measure(scores, chosen, ctx)
         weights = ops.expert_weights(
             scores, chosen, normalise=moe.norm_top_k_prob, scale=moe.route_scale
@@ -195,7 +200,10 @@ class MixtureOfExperts(nn.Module):
             share = len(rows) / len(scores)  # the others are zeros of the mean over all tokens
             scores, chosen, sequences = scores[rows], chosen[rows], sequences[rows]
             is_image = None if is_image is None else is_image[rows]
-        ctx.expert_counts[self.layer] = _count(chosen, is_image, self.moe.num_experts)
+        ctx.expert_counts[self.layer] = ctx.once(
+            f"layers.{self.layer}.expert_counts",
+            lambda: _count(chosen, is_image, self.moe.num_experts),
+        )
         if ctx.losses is not None and ctx.losses.wanted.balance:
             loss = ops.sequence_balance(scores, chosen, sequences, len(ctx.batch.requests))
             ctx.losses.balance[self.layer] = share * loss
@@ -211,4 +219,4 @@ def _count(chosen: Tensor, is_image: Tensor | None, num_experts: int) -> Int[Ten
     """How many text and image tokens each expert got."""
     if is_image is not None:
         chosen = chosen + is_image[:, None].long() * num_experts
-    return torch.bincount(chosen.flatten(), minlength=2 * num_experts).view(2, -1)
+    return ops.count_ids(chosen, 2 * num_experts).view(2, -1)

@@ -18,7 +18,7 @@ from openv41 import ops
 from openv41.config import NUMERICS, ModelConfig, NumericsConfig
 from openv41.errors import InputError
 from openv41.layers.batch import Batch
-from openv41.layers.context import ForwardContext, Work
+from openv41.layers.context import Choices, ForwardContext, Work
 from openv41.layers.csa2 import CSA2Attention
 from openv41.layers.embedding import Embedding
 from openv41.layers.engram import Engram
@@ -330,8 +330,9 @@ def run_twice(layer: nn.Module, streams: Streams, ctx: ForwardContext) -> Stream
     """Run a layer, and again in the backward pass instead of keeping what it computed.
 
     The second run starts from the context as it was, so that shared KV and selections are those of
-    the first, and its own are not shared, nor its loads counted.
+    the first, and its own are not shared, nor its loads counted. It chooses what the first chose.
     """
+    ctx.choices = ctx.choices or Choices()
     before, contexts = ctx.fork(), [ctx]
 
     def run(streams: Streams) -> Streams:

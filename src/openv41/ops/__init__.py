@@ -7,12 +7,11 @@ from openv41.ops.cross_entropy import linear_cross_entropy
 from openv41.ops.engram import DEAD, add_gated, engram_gate, hash_ngrams
 from openv41.ops.experts import (
     choose_experts,
-    combine,
     expert_weights,
     router_scores,
     sequence_balance,
-    sort_by_expert,
 )
+from openv41.ops.grouped_linear import grouped_linear
 from openv41.ops.image_attention import image_attention, rope_angles_2d, rotate_halves
 from openv41.ops.indexer import (
     block_scores,
@@ -25,11 +24,15 @@ from openv41.ops.indexer import (
     selected_scores,
     selection_divergence,
 )
-from openv41.ops.linear import linear, quantized_linear
+from openv41.ops.linear import linear, quantized_linear, rounded_input
 from openv41.ops.linear_loss import LinearLoss
 from openv41.ops.mhc import mega_mhc, mix_streams, predict_mix, update_streams
 from openv41.ops.norm import rms_norm
+<<<<<<< HEAD
 from openv41.ops.packed_sparse_attention import packed_sparse_attention
+=======
+from openv41.ops.pairs import combine, count_ids, sort_by_expert, take_pairs
+>>>>>>> 472bc5b6 (ops: experts in grouped products, norm, rotary and SwiGLU as Triton kernels; a layer's second run takes the first one's choices)
 from openv41.ops.pixel_unshuffle import pixel_unshuffle
 from openv41.ops.reverse_kl import linear_reverse_kl
 from openv41.ops.rope import inverse_table, rope_frequencies, rope_table, rotate, yarn_frequencies
@@ -48,9 +51,11 @@ __all__ = [
     "choose_experts",
     "clamped_swiglu",
     "combine",
+    "count_ids",
     "doubly_stochastic",
     "engram_gate",
     "expert_weights",
+    "grouped_linear",
     "hash_ngrams",
     "image_attention",
     "index_scores",
@@ -76,6 +81,7 @@ __all__ = [
     "rope_table",
     "rotate",
     "rotate_halves",
+    "rounded_input",
     "router_scores",
     "select_top_k",
     "selected_scores",
@@ -83,6 +89,7 @@ __all__ = [
     "sequence_balance",
     "sort_by_expert",
     "sparse_attention",
+    "take_pairs",
     "update_streams",
     "write_latents",
     "yarn_frequencies",

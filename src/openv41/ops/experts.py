@@ -1,4 +1,4 @@
-"""Routing and the grouped feed-forward of the experts. Report §2.1.1."""
+"""Routing of tokens to experts, and how even it is. Report §2.1.1."""
 
 import torch
 from jaxtyping import Float, Int
@@ -8,6 +8,7 @@ from torch.nn import functional as F  # noqa: N812
 from openv41.ops._dispatch import op
 from openv41.ops.deterministic import elementwise
 from openv41.ops.linear import linear
+from openv41.ops.pairs import count_ids
 from openv41.ops.precision import widened
 
 
@@ -73,28 +74,10 @@ def sequence_balance(
     ``sequences`` numbers the sequence of each token; one without tokens counts for nothing.
     """
     num_experts, top_k = scores.shape[1], expert_ids.shape[1]
-    tokens = torch.bincount(sequences, minlength=num_sequences)[:, None]  # [sequences, 1]
+    tokens = count_ids(sequences, num_sequences)[:, None]  # [sequences, 1]
     places = sequences[:, None] * num_experts + expert_ids
-    picks = torch.bincount(places.flatten(), minlength=num_sequences * num_experts)
+    picks = count_ids(places, num_sequences * num_experts)
     shares = scores / scores.sum(dim=1, keepdim=True)
     summed = shares.new_zeros(num_sequences, num_experts).index_add(0, sequences, shares)
     load = picks.view_as(summed).to(summed.dtype) * num_experts / (top_k * tokens.clamp(min=1))
     return (load * summed).sum() / max(1, len(scores))
-
-
-def sort_by_expert(
-    expert_ids: Int[Tensor, "T A"], num_experts: int
-) -> tuple[Int[Tensor, " T*A"], list[int]]:
-    """Order the (token, choice) pairs by expert, stably; and count the pairs of each expert."""
-    flat = expert_ids.flatten()
-    counts = torch.bincount(flat, minlength=num_experts)
-    return flat.argsort(stable=True), counts.tolist()
-
-
-@op
-def combine(outputs: Float[Tensor, "pairs D"], order: Int[Tensor, " pairs"], top_k: int) -> Tensor:
-    """Undo ``order`` and sum each token's experts, in at least float32: [T, D]."""
-    wide = widened(outputs)
-    place = torch.empty_like(order)
-    place.scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-    return wide.index_select(0, place).view(-1, top_k, wide.shape[1]).sum(dim=1)

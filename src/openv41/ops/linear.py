@@ -44,10 +44,15 @@ def quantized_linear(
     "fake" passes the gradient straight through; "exact" goes through the stored codes and sums in
     float32. ``weight`` holds the dequantised values.
     """
+    inputs = rounded_input(x, rounding)
+    return cast(linear(inputs, weight, deterministic=deterministic), x.dtype)
+
+
+def rounded_input(x: Float[Tensor, "... D"], rounding: Rounding) -> Float[Tensor, "... D"]:
+    """What ``quantized_linear`` multiplies: in float32 where it goes through stored codes."""
     if rounding == "off":
-        return linear(x, weight, deterministic=deterministic)
+        return x
     if rounding == "fake":
-        return linear(fake_fp8(x), weight, deterministic=deterministic)
+        return fake_fp8(x)
     codes, scales = quantize_fp8(x)
-    wide = dequantize_fp8(codes, scales, torch.float32)
-    return linear(wide, weight, deterministic=deterministic).to(x.dtype)
+    return dequantize_fp8(codes, scales, torch.float32)

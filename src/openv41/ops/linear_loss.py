@@ -11,6 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 from openv41.ops.precision import widened
 
 LOGITS_AT_ONCE = 1 << 22  # logits that are alive at a time: 16 MB
+LOGITS_ON_GPU = 1 << 26  # there a piece costs its launches
 
 # From some rows and their logits to each row's loss, and how to get its slope for the logits.
 Piece = Callable[[slice, Tensor], tuple[Tensor, Callable[[], Tensor]]]
@@ -52,7 +53,7 @@ class _InPieces(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden, dtype=wide.dtype) if wants_hidden else None
         of_weight = torch.zeros_like(wide) if wants_weight else None
         each = hidden.new_empty(len(hidden), dtype=wide.dtype)
-        size = max(1, LOGITS_AT_ONCE // len(weight))
+        size = max(1, (LOGITS_ON_GPU if hidden.is_cuda else LOGITS_AT_ONCE) // len(weight))
         for start in range(0, len(hidden), size):
             rows = slice(start, start + size)
             inputs = hidden[rows].to(wide.dtype)

@@ -163,17 +163,18 @@ class ParallelExperts(RoutedExperts):
         """Sum of the chosen experts' weighted outputs, at least float32."""
         processes, top_k = self.processes, expert_ids.shape[1]
         order, counts = ops.sort_by_expert(expert_ids, self.num_all)
-        received = _share_counts(processes, counts)  # [process, own expert]
-        send = torch.tensor(counts).view(processes.size, -1).sum(dim=1).tolist()
+        sizes = counts.tolist()
+        received = _share_counts(processes, sizes)  # [process, own expert]
+        send = torch.tensor(sizes).view(processes.size, -1).sum(dim=1).tolist()
         receive = received.sum(dim=1).tolist()
-        rows = processes.exchange(x.index_select(0, order // top_k), send, receive)
-        shares = processes.exchange(weights.flatten()[order], send, receive)
+        rows = processes.exchange(ops.take_pairs(x, order, top_k), send, receive)
+        shares = processes.exchange(weights.flatten().index_select(0, order), send, receive)
         expert_of = torch.arange(self.moe.num_experts).repeat(processes.size)
         by_expert = (
             expert_of.repeat_interleave(received.flatten()).argsort(stable=True).to(x.device)
         )
         if len(rows):
-            per_expert = received.sum(dim=0).tolist()
+            per_expert = received.sum(dim=0).to(x.device)
             outputs = self.feed(rows[by_expert], per_expert, shares[by_expert])
             rows = torch.empty_like(outputs).index_copy(0, by_expert, outputs)
         else:  # the backward pass exchanges gradients here too
