@@ -136,6 +136,11 @@ class DSparkDrafter(nn.Module):
         """Rows of a block, always all of them: fewer would be another model."""
         return self.dspark.block_size
 
+    @property
+    def num_stages(self) -> int:
+        """Layers behind the target's that have a window KV in its store."""
+        return self.dspark.num_stages
+
     def write_context(
         self,
         taps: Float[Tensor, "rows width"],
