@@ -126,20 +126,13 @@ class CSA2Attention(LatentAttention):
         ctx: ForwardContext,
     ) -> None:
         """Hand in how much this layer attends to each selected entry."""
-<<<<<<< HEAD
         source = self.plan.index_source
-        chosen = ctx.selections[source]
-        mass = ops.attention_mass(q, *window, chosen.kv, chosen.rows, self.sink, self.scale)
-        losses.masses.setdefault(source, {})[self.plan.layer] = mass
-=======
-        source, scale = self.plan.index_source, self.attn.head_dim**-0.5
         handed_in = losses.masses.setdefault(source, {})
         if self.plan.layer in handed_in:  # by the first run of a layer that runs twice
             return
         chosen = ctx.selections[source]
-        mass = ops.attention_mass(q, *window, chosen.kv, chosen.rows, self.sink, scale)
+        mass = ops.attention_mass(q, *window, chosen.kv, chosen.rows, self.sink, self.scale)
         handed_in[self.plan.layer] = mass
->>>>>>> 472bc5b6 (ops: experts in grouped products, norm, rotary and SwiGLU as Triton kernels; a layer's second run takes the first one's choices)
 
     def _main_kv(
         self, ctx: ForwardContext, window_kv: Tensor

@@ -28,11 +28,8 @@ from openv41.ops.linear import linear, quantized_linear, rounded_input
 from openv41.ops.linear_loss import LinearLoss
 from openv41.ops.mhc import mega_mhc, mix_streams, predict_mix, update_streams
 from openv41.ops.norm import rms_norm
-<<<<<<< HEAD
 from openv41.ops.packed_sparse_attention import packed_sparse_attention
-=======
 from openv41.ops.pairs import combine, count_ids, sort_by_expert, take_pairs
->>>>>>> 472bc5b6 (ops: experts in grouped products, norm, rotary and SwiGLU as Triton kernels; a layer's second run takes the first one's choices)
 from openv41.ops.pixel_unshuffle import pixel_unshuffle
 from openv41.ops.reverse_kl import linear_reverse_kl
 from openv41.ops.rope import inverse_table, rope_frequencies, rope_table, rotate, yarn_frequencies
