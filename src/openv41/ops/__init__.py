@@ -66,6 +66,7 @@ __all__ = [
     "merge_pools",
     "mix_streams",
     "packed_sparse_attention",
+    "packed_index_scores",
     "pixel_unshuffle",
     "plan_keys",
     "pool_group",

@@ -73,7 +73,8 @@ def selected_scores(
 ) -> Float[Tensor, "T K"]:
     """Score the rows that each query lists, as ``index_scores`` does; -inf where a row is -1.
 
-    The backward gathers the keys again, piece by piece: only one piece of them is alive.
+    A query lists a row at most once. The backward gathers the keys again, piece by piece: only one
+    piece of them is alive.
     """
     if not len(keys) or not rows.numel():
         nothing = 0 * (q.sum() + weights.sum() + keys.sum())  # has a gradient, of zeros
@@ -111,15 +112,22 @@ def selection_divergence(
 
 @op
 def select_top_k(
-    scores: Float[Tensor, "T M"], allowed: Bool[Tensor, "T M"], k: int
+    scores: Float[Tensor, "T M"],
+    allowed: Bool[Tensor, "T M"] | None,
+    k: int,
+    visible: Int[Tensor, " T"] | None = None,
 ) -> Int[Tensor, "T K"]:
     """Choose the k best allowed entries: highest score first, lowest index among equals.
 
     Returns entry ids in ascending order with -1 behind the last; K is min(k, M). Entries that
-    score -inf are never chosen.
+    score -inf are never chosen, nor those from ``visible`` on, of each query. Scores are no NaN.
     """
     k = min(k, scores.shape[1])
-    scores = scores.masked_fill(~allowed, -torch.inf)
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    if visible is not None:
+        entries = torch.arange(scores.shape[1], device=scores.device)
+        scores = scores.masked_fill(entries >= visible[:, None], -torch.inf)
     if k == 0:
         return ids_of(keep_top_k(scores, k), k)
     best, ids = scores.topk(k, dim=1)
@@ -166,7 +174,7 @@ def choose_candidates(
     takes one of the places; a block without a visible entry never is.
     """
     best = block_scores(scores, visible, block_size)
-    return select_top_k(best, best > -torch.inf, num_blocks)
+    return select_top_k(best, None, num_blocks)
 
 
 def mark_blocks(

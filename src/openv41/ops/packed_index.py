@@ -1,0 +1,43 @@
+"""Index scores straight from the packed MXFP4 rows of a cache. Report §2.3.1, §2.4.4."""
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+
+from openv41.ops._dispatch import op
+from openv41.ops.indexer import index_scores
+from openv41.ops.quantize import BLOCK, dequantize_mxfp4
+
+
+@op
+def packed_index_scores(  # noqa: PLR0917 -- addresses come with what they address
+    q: UInt8[Tensor, "B T I row"],
+    weights: Float[Tensor, "B T I"],
+    keys: UInt8[Tensor, "rows row"],
+    table: Int[Tensor, "B pages"],
+    visible: Int[Tensor, "B T"],
+    per_page: int,
+    num_entries: int,
+) -> Float[Tensor, "B T {num_entries}"]:
+    """Score the first entries of each request as ``index_scores`` does; -inf from ``visible`` on.
+
+    A row is the codes of a vector followed by its scales, as ``unpack_rows`` reads it. Entry j of
+    request b is row ``table[b, j // per_page] * per_page + j % per_page`` of the keys; pages behind
+    the last visible entry are not looked up.
+    """
+    entries = torch.arange(num_entries, device=keys.device)
+    most = visible.amax(dim=1) if visible.shape[1] else visible.new_zeros(len(visible))
+    known = torch.where(entries < most[:, None], entries, 0)  # [B, M]
+    if not num_entries or not table.shape[1]:
+        return weights.new_full((*weights.shape[:2], num_entries), -torch.inf, dtype=torch.float32)
+    rows = table.long().gather(1, known // per_page) * per_page + known % per_page
+    rows = torch.where(most[:, None] > 0, rows, 0)
+    scores = index_scores(unpack_rows(q), weights.float(), unpack_rows(keys[rows]))
+    return scores.masked_fill(entries >= visible[..., None], -torch.inf)
+
+
+def unpack_rows(packed: UInt8[Tensor, "*rows row"]) -> Float[Tensor, "*rows J"]:
+    """Exact float32 values of packed MXFP4 rows, each of codes followed by scales."""
+    blocks = packed.shape[-1] // (BLOCK // 2 + 1)
+    codes, scales = packed.split([packed.shape[-1] - blocks, blocks], dim=-1)
+    return dequantize_mxfp4(codes, scales.contiguous().view(torch.float8_e8m0fnu))
