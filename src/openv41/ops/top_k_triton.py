@@ -177,7 +177,7 @@ def choose(
 
 def _launch(tensors: tuple[Tensor | None, ...], k: int, kept: int, chunks: int, plan: Plan) -> None:
     scores, ids, visible, allowed, _, best = tensors
-    assert scores is not None
+    assert scores is not None, "there are no scores"
     if allowed is not None:
         allowed = allowed.contiguous()
     if visible is not None:
