@@ -203,8 +203,8 @@ def _main(main_ptr, stride, rows, C: tl.constexpr, IN_REGISTERS: tl.constexpr):
     groups = tl.arange(0, C // 16)
     row = main_ptr + rows.to(tl.int64)[:, None] * stride
     present = rows[:, None] >= 0
-    at = row[:, :, None] + groups[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-    codes = tl.load(at, mask=present[:, :, None], other=0)
+    codes = tl.load(row + tl.arange(0, C // 2)[None, :], mask=present, other=0)
+    codes = tl.reshape(codes, [rows.shape[0], C // 16, 8])
     scales = tl.load(row + C // 2 + groups[None, :], mask=present, other=0)
     if IN_REGISTERS:
         factor = scales.to(tl.float8e4nv, bitcast=True).to(tl.float32) * FP4_FACTOR
@@ -230,8 +230,8 @@ def _window(window_ptr, stride, rows, C: tl.constexpr, IN_REGISTERS: tl.constexp
     groups = tl.arange(0, C // 32)
     row = window_ptr + rows.to(tl.int64)[:, None] * stride
     present = rows[:, None] >= 0
-    at = row[:, :, None] + groups[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
-    codes = tl.load(at, mask=present[:, :, None], other=0)  # two to a number
+    codes = tl.load(row + tl.arange(0, C // 2)[None, :], mask=present, other=0)  # two to a number
+    codes = tl.reshape(codes, [rows.shape[0], C // 32, 16])
     pairs = tl.load(row + C // 2 + groups[None, :] // 2, mask=present, other=0).to(tl.int32)
     byte = (pairs >> ((groups & 1) * 8)[None, :]) & 255
     bits = tl.where(byte == 0, 0x00400000, tl.where(byte == 255, 0x7FC00000, byte << 23))
