@@ -21,6 +21,7 @@ from benchmarks.h200 import ceilings as card
 from benchmarks.h200.candidates import INPUT_SETS, Candidate, NotRunError, prepare
 from benchmarks.h200.ceilings import Ceilings
 from benchmarks.h200.clock import Clock
+from benchmarks.h200.peers.pack import unpacked
 from benchmarks.h200.peers.process import PeerProcess
 from benchmarks.h200.rows import AT_LEAST, Goal, Row
 from benchmarks.record import RESULTS, machine, record
@@ -52,7 +53,7 @@ def parse(words: Sequence[str], prog: str) -> argparse.Namespace:
     """Options of a measurement of modules, with peers."""
     spec = parser(prog)
     spec.add_argument("--op", default="all", choices=["all", *modules()], help="one module")
-    spec.add_argument("--peers", type=Path, help="folder of the unpacked peers; none: no peer")
+    spec.add_argument("--peers", type=Path, help="folder of the peers or of their archives")
     spec.add_argument("--peer-limit", type=float, default=180, help="seconds until one is ready")
     return spec.parse_args(words)
 
@@ -70,6 +71,8 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
 def run(names: Sequence[str], options: argparse.Namespace) -> bool:
     """Measure modules, print and record the lines; whether all were right and every goal met."""
+    if options.peers is not None:
+        options.peers = unpacked(options.peers)
     clock = Clock()
     found = card.measure(clock)
     about = machine() | card.about()

@@ -23,14 +23,21 @@ ANSWER_SECONDS = 60.0
 class PeerProcess:
     """Looks to the harness like a candidate of this process."""
 
-    def __init__(self, name: str, shape: Mapping[str, Any], folder: Path, limit: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        shape: Mapping[str, Any],
+        folder: Path,
+        limit: float,
+        module: str = "benchmarks.h200.peers.child",
+    ) -> None:
         self.name = f"peer {name}"
         self._end, child_end = os.pipe()
         self._rest = b""
         log = folder / f"{name.replace(':', '_')}.log"
         with log.open("ab") as out:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.h200.peers.child", name, str(child_end)],
+                [sys.executable, "-m", module, name, str(child_end)],
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=out,
