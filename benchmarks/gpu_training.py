@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,8 +69,18 @@ def timed(options: argparse.Namespace, step: Callable[[int], float]) -> Line:
     return {"seconds_per_step": median, "losses": losses, "peak_gb": peak / 1e9}
 
 
-def measure_ours(options: argparse.Namespace, processes: Processes) -> Line:
-    """Our step, of ``options.documents`` per process."""
+class Ours(NamedTuple):
+    """Our step, of ``options.documents`` per process, and what it computes."""
+
+    step: Callable[[int], float]
+    parameters: int
+    tokens: int
+    flops: int  # of the model in a step
+    counter: FlopCounter
+
+
+def make_ours(options: argparse.Namespace, processes: Processes) -> Ours:
+    """Make the model and its optimizers."""
     config, is_cuda = text_model(options.preset), processes.device.type == "cuda"
     numerics = NUMERICS_OF["bf16" if is_cuda else "f32"]
     model = CausalEncoderDecoder(config, numerics, device=processes.device, dtype=torch.float32)
@@ -89,16 +99,22 @@ def measure_ours(options: argparse.Namespace, processes: Processes) -> Line:
         packed = random_batch(options, documents, number)
         return train_step(model, optimizer, packed, train, number).loss
 
-    found = timed(options, step)
-    packed = random_batch(options, documents, 0)
-    flops = counter.step(packed, num_targets=tokens - documents, encoder_learns=False)
-    speed = flops / found["seconds_per_step"]
+    packed, targets = random_batch(options, documents, 0), tokens - documents
+    flops = counter.step(packed, num_targets=targets, encoder_learns=False)
+    return Ours(step, parameters, tokens, flops, counter)
+
+
+def measure_ours(options: argparse.Namespace, processes: Processes) -> Line:
+    """Time our step."""
+    ours = make_ours(options, processes)
+    found = timed(options, ours.step)
+    speed = ours.flops / found["seconds_per_step"]
     return found | {
         "gpus": processes.size,
-        "parameters": parameters,
-        "tokens_per_second": tokens / found["seconds_per_step"],
+        "parameters": ours.parameters,
+        "tokens_per_second": ours.tokens / found["seconds_per_step"],
         "model_flops_per_second": speed,
-        "mfu": counter.share(speed, processes.size),
+        "mfu": ours.counter.share(speed, processes.size),
         "peak_gb": max(processes.gather(found["peak_gb"])),
     }
 
@@ -182,18 +198,23 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
             yield line
 
 
+def parser(program: str) -> argparse.ArgumentParser:
+    """The words of the command line."""
+    words = argparse.ArgumentParser(prog=program)
+    words.add_argument("--part", choices=PARTS)
+    words.add_argument("--preset", default="small")
+    words.add_argument("--documents", type=int, default=2, help="per GPU and step")
+    words.add_argument("--context", type=int, default=4096)
+    words.add_argument("--device", default="cuda")
+    words.add_argument("--warm-up", type=int, default=2, help="steps before the measured ones")
+    words.add_argument("--steps", type=int, default=5)
+    words.add_argument("--limit", type=int, default=75, help="seconds of one part")
+    return words
+
+
 def main() -> None:
     """Measure all parts, or one."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_training")
-    parser.add_argument("--part", choices=PARTS)
-    parser.add_argument("--preset", default="small")
-    parser.add_argument("--documents", type=int, default=2, help="per GPU and step")
-    parser.add_argument("--context", type=int, default=4096)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--warm-up", type=int, default=2, help="steps before the measured ones")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--limit", type=int, default=75, help="seconds of one part")
-    options = parser.parse_args()
+    options = parser("python -m benchmarks.gpu_training").parse_args()
     if options.part:
         run_part(options)
     else:
