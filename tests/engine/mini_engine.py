@@ -43,17 +43,19 @@ class RecordingEngine(Engine):
         self.batches = []
 
     def _draw(self, job, logits):
-        self.drawn_from.setdefault(job.number, []).append(logits[0].clone())
+        before = job.num_output
         super()._draw(job, logits)
+        drawn = max(1, job.num_output - before)
+        self.drawn_from.setdefault(job.number, []).extend(logits[:drawn].clone())
 
     def _forward(self, step):
         self.batches.append([(job.number, count) for job, count in step])
         return super()._forward(step)
 
 
-def arm(dtype, *, bitwise, numerics="f32"):
+def arm(dtype, *, bitwise, numerics="f32", config=None):
     """A mini model that never draws EOS by a greedy choice."""
-    model = mini_model(3, dtype, replace(NUMERICS[numerics], deterministic=bitwise))
+    model = mini_model(3, dtype, replace(NUMERICS[numerics], deterministic=bitwise), config)
     with torch.no_grad():
         for layer in model.layers:
             layer.moe.gate.bias *= 0.1
@@ -69,6 +71,8 @@ def engine_of(
     mode=PrefillMode.EXACT,
     cache=None,
     tokenizer=None,
+    drafter=None,
+    speculator=None,
     **options,
 ):
     """An engine with few and small pages, poisoned where nobody owns them."""
@@ -79,7 +83,14 @@ def engine_of(
         prefill=mode,
         **options,
     )
-    return RecordingEngine(model, tokenizer or Letters(), config, fingerprint="mini")
+    return RecordingEngine(
+        model,
+        tokenizer or Letters(),
+        config,
+        fingerprint="mini",
+        drafter=drafter,
+        speculator=speculator,
+    )
 
 
 def greedy(prompt, max_tokens=5, **options):

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openv41.engine.constraint import ConstraintError
+from openv41.engine.random_streams import Stream, uniform
 from openv41.engine.sampler import LogitsError, Sampler, SamplingConfig, kept_ids
 from openv41.errors import ConfigError, InputError
 
@@ -96,10 +97,9 @@ some_settings = st.fixed_dictionaries({name: st.sampled_from(c) for name, c in c
 )
 def test_draws_equal_loops(rows, prompt, chosen):
     config = SamplingConfig(**chosen)
-    sampler, generator = Sampler(config, 9, prompt), torch.Generator().manual_seed(config.seed)
-    output = []
-    for row in rows:
-        point = torch.rand(1, generator=generator, dtype=torch.float64).item()
+    sampler, output = Sampler(config, 9, prompt), []
+    for place, row in enumerate(rows):
+        point = uniform(config.seed, Stream.TOKEN, place)
         want = naive_draw(row, prompt, output, config, point)
         assert sampler.draw(torch.tensor(row)) == want
         output.append(want)

@@ -77,6 +77,9 @@ class FakeBackend:
             engram_hits=17,
             engram_bytes=18,
             engram_stalls=19,
+            draft_rounds=23,
+            drafts_verified=(23, 20),
+            drafts_accepted=(12, 8),
         )
 
     async def stream(self, request):

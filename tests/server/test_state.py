@@ -45,6 +45,8 @@ def test_figures_of_the_engine(server):
     assert found["openv41_prefix_hit_tokens_total",] == 12
     assert found["openv41_engram_stalls_total",] == 19
     assert found["openv41_running",] == 0
+    assert found["openv41_draft_rounds_total",] == 23
+    assert found["openv41_drafts_accepted_total", "2"] == 8
     names = {name for name, *_ in found}
     for figure in FIGURES:
         suffix = "_total" if figure.kind == "counter" else ""

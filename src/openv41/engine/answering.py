@@ -11,12 +11,11 @@ from openv41.engine.logprobs import logprobs, row_logprobs
 from openv41.engine.request import Answer, Event, FinishReason
 
 
-def draw(
-    job: Job, logits: Float[Tensor, " V"], config: ModelConfig
+def take(
+    job: Job, token: int, logits: Float[Tensor, " V"], config: ModelConfig
 ) -> tuple[Event, FinishReason | None]:
-    """Draw the next token of a job; say why it is the last one, if it is."""
+    """Add a token, drawn from ``logits``, to a job's answer; say why it is the last, if it is."""
     request, first = job.request, not job.num_output
-    token = job.sampler.draw(logits)
     event = _about_prompt(job) if first else Event()
     ends = {config.eos_token_id} if not request.ignore_eos else set()
     if token in ends | set(request.stop_ids):

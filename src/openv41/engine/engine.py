@@ -7,7 +7,7 @@
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,8 +16,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from openv41.config import NUMERICS
-from openv41.engine.answering import Collector, draw, take_prompt
+from openv41.engine.answering import Collector, take, take_prompt
 from openv41.engine.constraint import ConstraintError
+from openv41.engine.drafting import Drafting
 from openv41.engine.images import ImageCache, JobImages, find_spans, join
 from openv41.engine.job import Job, Sink
 from openv41.engine.paged_store import CacheConfig, PagedStore
@@ -25,6 +26,13 @@ from openv41.engine.prefix_cache import PrefixCache, open_disk
 from openv41.engine.request import Answer, Event, FinishReason, Request, check_room
 from openv41.engine.sampler import Sampler
 from openv41.engine.scheduler import ScheduleConfig, Scheduler
+from openv41.engine.speculation import (
+    Drafter,
+    SpeculationConfig,
+    Speculator,
+    VerifyAll,
+    VerifyRule,
+)
 from openv41.engine.stats import EngineStats, Figures
 from openv41.engine.step_probe import StepProbe
 from openv41.engine.stops import TextStream
@@ -56,6 +64,7 @@ class EngineConfig:
     image_cache_bytes: int = 256 << 20  # of span embeddings
     engram: EngramPlacement = "resident"  # of a model that ``Engine.load`` loads
     deterministic: bool = False  # likewise: an answer does not depend on its neighbours
+    speculation: SpeculationConfig | None = field(default_factory=SpeculationConfig)  # None: off
 
     def __post_init__(self) -> None:
         problems = []
@@ -79,7 +88,10 @@ class Engine:
         config: EngineConfig = EngineConfig(),
         *,
         fingerprint: str = "",
+        drafter: Drafter | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
+        """``drafter`` None takes the model's, if it has one; ``speculator`` None verifies all."""
         if config.disk_folder is not None and not fingerprint:
             problem = (
                 "disk_folder is set but fingerprint is empty, so that pages of other weights would "
@@ -89,9 +101,21 @@ class Engine:
         self.model, self.tokenizer, self.config = model, tokenizer, config
         weight = model.norm.weight
         self.device = weight.device
+        drafter = drafter if config.speculation else None
         self.store = PagedStore(
-            model.config, model.numerics, config.cache, dtype=weight.dtype, device=weight.device
+            model.config,
+            model.numerics,
+            config.cache,
+            dtype=weight.dtype,
+            device=weight.device,
+            draft_stages=0 if drafter is None else drafter.num_stages,
         )
+        self.num_tokens = min(tokenizer.vocab_size, model.config.vocab_size)
+        self.drafting: Drafting | None = None
+        if drafter is not None and config.speculation is not None:
+            self.drafting = Drafting(
+                drafter, speculator or VerifyAll(), model, self.store, config.speculation
+            )
         self.cut, reason = find_cut(model.config, config.prefill_cut)
         if self.cut is None and config.prefill is not PrefillMode.FULL:
             logger.warning("prefill runs every layer on every row: %s", reason)
@@ -104,13 +128,13 @@ class Engine:
             max_snapshots=config.max_snapshots,
             disk=disk,
             variant=config.replay_variant,
+            tail=1 if drafter is None else model.config.attention.window_size,
         )
         self.scheduler = Scheduler(
             config.schedule, self.store, prefixes=self.prefixes, admit=self._admit
         )
         self.images = ImageCache(model.vision, config.image_cache_bytes)
         self.figures = Figures()
-        self.num_tokens = min(tokenizer.vocab_size, model.config.vocab_size)
         self._is_closed = False
         self._jobs: dict[int, Job] = {}
         self._next = 0
@@ -160,7 +184,7 @@ class Engine:
                 request.sampling,
                 self.num_tokens,
                 request.prompt,
-                banned=[config.image_token_id] if config.vision else [],
+                banned=[config.image_token_id],
                 guide=None if request.constraint is None else request.constraint.begin(),
             ),
             text=TextStream(self.tokenizer, request.stop),
@@ -193,10 +217,13 @@ class Engine:
 
     def step(self) -> None:
         """Run one batch and send what it brings."""
-        step = self.scheduler.next_step()
+        drafting = self.drafting
+        step = self.scheduler.next_step(None if drafting is None else drafting.draft)
         if step:
             with torch.inference_mode():
                 self._run(step)
+        if drafting is not None:
+            drafting.end_step()
 
     def stream(self, request: Request) -> Generator[Event, None, None]:
         """Yield the events of one request as they come; closing the iterator cancels it."""
@@ -264,28 +291,35 @@ class Engine:
         self._use(step, output)
 
     def _use(self, step: Sequence[tuple[Job, int]], output: Output) -> None:
-        """Take what a batch brought: rows of prompts, pages to remember, next tokens."""
+        """Take what a batch brought: rows of prompts, next tokens, pages to remember."""
         first_rows = dict(zip(output.batch.requests, output.batch.first_rows, strict=True))
         counts = dict(zip(output.batch.requests, output.batch.counts, strict=True))
-        ending, last = [], []
+        drawing: list[tuple[Job, int]] = []  # and how many rows it draws from
+        wanted: list[int] = []
         for job, count in step:
             job.done += count
             self.figures.count(job, count)
             rows = slice(first_rows[job.number], first_rows[job.number] + counts[job.number])
             if job.request.prompt_logprobs is not None and job.is_prefill:
                 self._answer(job, take_prompt, self._logits(output.hidden[rows]))
-            if job.pending == 0 and job.finished is None:
-                ending.append(job)
-                last.append(rows.stop - 1)
-        self._keep(job for job, _ in step if job.finished is None)
-        if ending:
-            logits = self._logits(output.hidden[last])
-            for job, row in zip(ending, logits.split(1), strict=True):
-                self._answer(job, self._draw, row)
+            if job.pending <= 0 and job.finished is None:
+                drawing.append((job, 1 + min(len(job.drafts), count - 1)))
+                wanted += range(rows.stop - drawing[-1][1], rows.stop)
+        if drawing:
+            logits = self._logits(output.hidden[wanted])
+            for (job, _), own in zip(drawing, logits.split([n for _, n in drawing]), strict=True):
+                self._answer(job, self._draw, own)
+        going_on = [job for job, _ in step if job.finished is None]
+        if self.drafting is not None:
+            self.drafting.learn(output, going_on)
+        for job in going_on:
+            self._keep(job, ends=job.last is not None)
+            if job.last is not None:
+                self._finish(job, job.last)
 
     def _forward(self, step: Sequence[tuple[Job, int]]) -> tuple[Output, StepProbe | None]:
         jobs = [job for job, _ in step]
-        ids = [token for job, count in step for token in job.tokens[job.done : job.done + count]]
+        ids = [token for job, count in step for token in job.upcoming(count)]
         batch = Batch(
             torch.tensor(ids, dtype=torch.int64, device=self.device),
             tuple(job.number for job in jobs),
@@ -307,16 +341,38 @@ class Engine:
     def _logits(self, hidden: Float[Tensor, "T D"]) -> Float[Tensor, "T V"]:
         return self.model.logits(hidden)[:, : self.num_tokens]
 
-    def _draw(self, job: Job, logits: Float[Tensor, "T V"]) -> None:
-        """Take the next token, send it, and end the request where it ends."""
+    def _draw(self, job: Job, logits: Float[Tensor, "rows V"]) -> None:
+        """Take the next token, and those behind it whose drafts hold; the last may end the answer.
+
+        Rows of drafts that do not hold are forgotten.
+        """
         job.rows, job.is_alone = None, False
-        event, reason = draw(job, logits[0], self.model.config)
-        self.figures.generated_tokens += event.token is not None
-        if reason is not None:
-            self._keep([job], ends=True)
-            event = replace(event, finish_reason=reason, choices=job.all_choices())
-            self._forget(job, reason)
-        job.sink(event)
+        drafts, job.drafts = job.drafts[: len(logits) - 1], []
+        is_block = self.config.speculation is not None and (
+            self.config.speculation.rule is VerifyRule.BLOCK
+        )
+        held = accepted = 0  # drafts that have tokens behind them, and those that are in the answer
+        for held, token in enumerate(job.sampler.verify(logits, drafts, block=is_block)):
+            event, reason = take(job, token, logits[held], self.model.config)
+            self.figures.generated_tokens += event.token is not None
+            accepted = held + (held < len(drafts) and event.token == drafts[held].token)
+            if reason is not None:
+                job.last = replace(event, finish_reason=reason)
+                break
+            job.sink(event)
+        if drafts and self.drafting is not None:
+            self.drafting.verified(job, len(drafts), accepted)
+            self.figures.count_drafts(len(drafts), accepted)
+        if (rejected := len(drafts) - held) and job.finished is None:
+            job.done -= rejected
+            job.drop_choices(rejected)
+            self.store.truncate(job.number, job.done)
+
+    def _finish(self, job: Job, last: Event) -> None:
+        """Send the last event of an answer, and let go of what it held."""
+        assert last.finish_reason is not None, f"{last} ends nothing"
+        self._forget(job, last.finish_reason)
+        job.sink(replace(last, choices=job.all_choices()))
 
     def _answer(
         self, job: Job, action: Callable[[Job, Tensor], None], logits: Float[Tensor, "T V"]
@@ -328,10 +384,9 @@ class Engine:
             logger.exception("request %d failed", job.number)
             self._end(job, FinishReason.ERROR, error)
 
-    def _keep(self, jobs: Iterable[Job], *, ends: bool = False) -> None:
-        for job in jobs:
-            if self.config.prefix_cache and not job.needs_all_rows:
-                self.prefixes.keep(job, ends=ends)
+    def _keep(self, job: Job, *, ends: bool) -> None:
+        if self.config.prefix_cache and not job.needs_all_rows:
+            self.prefixes.keep(job, ends=ends)
 
     def _end(self, job: Job, reason: FinishReason, error: Exception | None = None) -> None:
         if job.finished is None:
@@ -346,6 +401,8 @@ class Engine:
         job.finished = reason
         self.scheduler.remove(job)
         del self._jobs[job.number]
+        if self.drafting is not None:
+            self.drafting.speculator.forget(job.number)
 
     def _admit(self, job: Job) -> None:
         """Let a request start from what is cached, unless it asks for all of its rows."""

@@ -9,7 +9,7 @@ from openv41.engine.images import JobImages
 from openv41.engine.logprobs import Alternatives
 from openv41.engine.prefix_tree import Node
 from openv41.engine.request import Event, FinishReason, Request, TokenLogprob
-from openv41.engine.sampler import Sampler
+from openv41.engine.sampler import Draft, Sampler
 from openv41.engine.stops import TextStream
 from openv41.layers.probe import join_rows
 from openv41.model.prefill import PrefillMode, PromptRows
@@ -34,6 +34,7 @@ class Job:
     images: JobImages
     tokens: list[int] = field(default_factory=list)
     done: int = 0
+    drafts: list[Draft] = field(default_factory=list)  # behind the tokens, for the next step
     rows: PromptRows | None = None  # of the prompt, while it is computed
     cached_tokens: int | None = None  # of the prompt, found when it started first
     is_approximate: bool = False  # its state after a bounded replay is not that of the model
@@ -42,6 +43,7 @@ class Job:
     kept_node: Node | None = None  # where its tree has the last of them
     page_keys: list[bytes] = field(default_factory=list)  # of its whole pages on disk
     is_alone: bool = False  # runs beside nobody until its next token: a batch with it failed
+    last: Event | None = None  # of its answer, until it is sent
     finished: FinishReason | None = None
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     prompt_top: list[Alternatives] = field(default_factory=list)
@@ -61,6 +63,11 @@ class Job:
     def num_output(self) -> int:
         """Tokens drawn so far."""
         return len(self.tokens) - len(self.request.prompt)
+
+    def upcoming(self, count: int) -> list[int]:
+        """What the next ``count`` positions hold: known tokens, then drafts."""
+        known = self.tokens[self.done : self.done + count]
+        return known + [draft.token for draft in self.drafts[: count - len(known)]]
 
     def keys(self, start: int, stop: int) -> list[int | bytes]:
         """What the prefix cache knows the positions ``start`` to ``stop`` - 1 by."""
@@ -82,6 +89,13 @@ class Job:
         self.done = self.snapshot_at = self.kept_pages = 0
         self.rows, self.kept_node, self.is_approximate = None, None, False
         self.choices.clear()
+        self.drafts.clear()
+
+    def drop_choices(self, count: int) -> None:
+        """Forget the choices recorded last: of drafts that do not hold."""
+        if count:
+            for parts in self.choices.values():
+                parts[-1] = parts[-1][:-count]
 
     def all_choices(self) -> dict[str, Tensor] | None:
         """Recorded choices, a row per computed position."""

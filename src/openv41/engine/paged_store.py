@@ -79,7 +79,9 @@ class PagedStore:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        draft_stages: int = 0,
     ) -> None:
+        """Layers behind the model's, ``draft_stages`` of them, have window KV too."""
         self.config, self.cache, self.dtype = config, cache, dtype
         self.device = torch.device(device)
         self.allocator = PageAllocator(cache.num_pages)
@@ -95,7 +97,9 @@ class PagedStore:
             for kind in ("main", "index")
         }
         pending = tuple(s for s in config.kv_sources if config.compress_ratios[s] > 1)
-        self.rings = {slot: self._ring(slot) for slot in ring_slots(config.num_layers, pending)}
+        layers = config.num_layers + draft_stages
+        self.rings = {slot: self._ring(slot) for slot in ring_slots(layers, pending)}
+        self.windows = {slot for slot in self.rings if slot.kind == "window"}
         # Cleared when any request gets a page or closes: they hold page_size steps at most.
         self._addresses: dict[tuple[Spans, int], Addresses] = {}
         self._entry_rows: dict[tuple[Spans, int], Int64[Tensor, " rows"]] = {}
@@ -161,10 +165,11 @@ class PagedStore:
 
     def snapshot(self, request: int, position: int) -> Snapshot:
         """Copy what the rings hold right before a position, of layers with a whole window."""
-        reach = min(position, self.config.attention.window_size - 1)
         held, rows = self._held[request], {}
         for slot, ring in self.rings.items():
             bounds = ring.bounds.get(held.place, RingBounds())
+            own = slot.layer < self.config.num_layers  # a token sees itself; a draft does not
+            reach = min(position, self.config.attention.window_size - own)
             count = min(reach if slot.kind == "window" else ring.size, bounds.rows_before(position))
             if slot.kind != "window" or count == reach:
                 span = Spans((request,), (position - count,), (position,))

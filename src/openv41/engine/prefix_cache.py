@@ -38,11 +38,14 @@ class PrefixCache:
         max_snapshots: int,
         disk: DiskTier | None = None,
         variant: ReplayVariant = ReplayVariant.FIRST_LAYER_FULL_WINDOW,
+        tail: int = 1,
     ) -> None:
+        """``tail`` rows at the end of a prompt are wanted of every layer; a drafter reads more."""
         size = store.cache.page_size
         self._store, self._cut, self._size, self._variant = store, cut, size, variant
         self._exact = PrefixTree(store.allocator, size, max_snapshots=max_snapshots)
         self._approximate = PrefixTree(store.allocator, size, max_snapshots=0)
+        self._tail = tail
         self._takes_snapshots = max_snapshots > 0
         self.disk = disk
         self.hit_tokens = 0
@@ -165,6 +168,7 @@ class PrefixCache:
             known=known,
             restored=restored,
             variant=self._variant,
+            tail=self._tail,
         )
 
     def _snapshot(self, job: Job, known: int, start: int) -> Snapshot | None:
@@ -174,11 +178,11 @@ class PrefixCache:
             assert isinstance(kept, Snapshot), f"{kept!r} is no snapshot"
             if position <= start:
                 return None
-            if all(Slot("window", layer) in kept.rows for layer in range(config.num_layers)):
+            if kept.rows.keys() >= self._store.windows:
                 return kept
             cut = self._cut if job.mode is PrefillMode.EXACT else None
             if cut and all(Slot("window", layer) in kept.rows for layer in range(cut)):
-                needed = first_needed(config, len(job.tokens), cut, known)
+                needed = first_needed(config, len(job.tokens), cut, known, self._tail)
                 if needed[cut] - (config.attention.window_size - 1) >= position:
                     return kept
         return None

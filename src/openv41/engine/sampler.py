@@ -2,14 +2,16 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from openv41 import ops
 from openv41.engine.constraint import ConstraintError, Guide
+from openv41.engine.random_streams import Stream, uniform
 from openv41.errors import ConfigError, InputError, OpenV41Error
 
 
@@ -68,12 +70,25 @@ class SamplingConfig:
             raise ConfigError("sampling", problems)
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Draft:
+    """A drafted token, the chance that it had, and the chances of all tokens.
+
+    ``shares`` is None for one that could have been no other: its chance is 1.
+    """
+
+    token: int
+    chance: float = 1.0
+    shares: Float[Tensor, " V"] | None = None
+
+
 class Sampler:
     """Draws the tokens of one request; equal settings and logits give equal tokens.
 
     It remembers what it drew and lives as long as the request: one whose cache is dropped and
-    computed anew goes on with the same sampler, as if nothing had happened. Everything runs on
-    the CPU in float64, so that devices draw alike.
+    computed anew goes on with the same sampler, as if nothing had happened. Random numbers belong
+    to places of the answer, so that neighbours change nothing. Everything runs on the CPU in
+    float64, so that devices draw alike.
     """
 
     def __init__(
@@ -98,7 +113,7 @@ class Sampler:
         self.num_tokens = num_tokens
         self._banned = torch.tensor([t for t in banned if t < num_tokens], dtype=torch.int64)
         self._guide = guide
-        self._generator = torch.Generator().manual_seed(config.seed)
+        self.place = 0  # of the next token in the answer
         self._biased = torch.tensor([t for t, _ in config.logit_bias], dtype=torch.int64)
         self._bias = torch.tensor([bias for _, bias in config.logit_bias], dtype=torch.float64)
         self._seen: Tensor | None = None  # [V], tokens of prompt and output
@@ -110,31 +125,94 @@ class Sampler:
         if config.presence_penalty or config.frequency_penalty:
             self._counts = torch.zeros(num_tokens, dtype=torch.int32)
 
-    def draw(self, logits: Float[Tensor, " V"]) -> int:
-        """Pick the next token and remember it; the lowest id among equals comes first."""
+    def draw(self, logits: Float[Tensor, " V"], draft: Draft | None = None) -> int:
+        """Pick the next token and remember it; the lowest id among equals comes first.
+
+        With a draft this is one step of its verification: the token is the draft, which then
+        holds, or another one, which ends the round. Either way it is distributed as without one;
+        of a draft without shares, and at temperature 0, it is the very same.
+        """
+        scores = self._scores(logits)
+        token = self._pick(scores, draft)
+        self._remember(token)
+        return token
+
+    def verify(
+        self, logits: Float[Tensor, "rows V"], drafts: Sequence[Draft], *, block: bool = False
+    ) -> Iterator[int]:
+        """Draw tokens from rows of logits as long as they are those that were drafted.
+
+        ``logits`` has a row more than there are drafts. Whoever stops asking, at the end of an
+        answer, leaves the rest undrawn. ``block`` verifies the drafts together, which a constraint
+        does not allow: what it forbids is known one token after the other.
+        """
+        assert len(logits) == len(drafts) + 1, f"{len(logits)} rows for {len(drafts)} drafts"
+        if block and self.config.temperature > 0 and self._guide is None and _all_shares(drafts):
+            yield from self._verify_block(logits, drafts)
+            return
+        for row, draft in zip(logits, [*drafts, None], strict=True):
+            token = self.draw(row, draft)
+            yield token
+            if draft is None or token != draft.token:
+                return
+
+    def _verify_block(
+        self, logits: Float[Tensor, "rows V"], drafts: Sequence[Draft]
+    ) -> Iterator[int]:
+        """Accept a beginning of the drafts, then draw one token more."""
+        targets, begin = [], self.place
+        for number, row in enumerate(logits):
+            ahead = [draft.token for draft in drafts[:number]]
+            targets.append(self._shares(self._scores(row, ahead)))
+        drafted = torch.stack([_wide(draft.shares) for draft in drafts])
+        coins = [uniform(self.config.seed, Stream.COIN, begin + i) for i in range(len(drafts))]
+        accepted, rest = ops.accept_block(
+            torch.stack(targets[:-1]),
+            targets[-1],
+            drafted,
+            torch.tensor([draft.token for draft in drafts]),
+            torch.tensor(coins, dtype=torch.float64),
+        )
+        for draft in drafts[: int(accepted)]:
+            self._remember(draft.token)
+            yield draft.token
+        is_whole = int(accepted) == len(drafts)
+        token = self._choose(rest, Stream.TOKEN if is_whole else Stream.RESIDUAL)
+        self._remember(token)
+        yield token
+
+    def _scores(self, logits: Float[Tensor, " V"], ahead: Sequence[int] = ()) -> Tensor:
+        """What the next token is drawn from, [V], once the tokens ``ahead`` are drawn too."""
         assert len(logits) == self.num_tokens, f"{len(logits)} logits, not {self.num_tokens}"
         scores = logits.to("cpu", torch.float64, copy=True)
         check_logits(scores, "the next token")
-        token = self._pick(self._fitting(self._penalised(scores)))
+        return self._fitting(self._penalised(scores, ahead))
+
+    def _remember(self, token: int) -> None:
+        self.place += 1
         if self._guide is not None:
             self._guide.accept(token)
         if self._seen is not None:
             self._seen[token] = True
         if self._counts is not None:
             self._counts[token] += 1
-        return token
 
-    def _penalised(self, scores: Float[Tensor, " V"]) -> Float[Tensor, " V"]:
+    def _penalised(self, scores: Float[Tensor, " V"], ahead: Sequence[int]) -> Float[Tensor, " V"]:
         """Add the bias, then apply the penalties; may write to ``scores``."""
         scores[self._biased] += self._bias
         scores[self._banned] = -torch.inf
+        drawn = torch.tensor(ahead, dtype=torch.int64)
         if self._seen is not None:
             penalty = self.config.repetition_penalty
             weaker = torch.where(scores > 0, scores / penalty, scores * penalty)
-            scores = torch.where(self._seen, weaker, scores)
+            seen = self._seen.index_fill(0, drawn, True) if ahead else self._seen
+            scores = torch.where(seen, weaker, scores)
         if self._counts is not None:
-            scores -= self.config.frequency_penalty * self._counts
-            scores -= self.config.presence_penalty * (self._counts > 0)
+            counts = self._counts
+            if ahead:
+                counts = counts.index_add(0, drawn, torch.ones_like(drawn, dtype=counts.dtype))
+            scores -= self.config.frequency_penalty * counts
+            scores -= self.config.presence_penalty * (counts > 0)
         return scores
 
     def _fitting(self, scores: Float[Tensor, " V"]) -> Float[Tensor, " V"]:
@@ -155,16 +233,42 @@ class Sampler:
             )
         return scores
 
-    def _pick(self, scores: Float[Tensor, " V"]) -> int:
-        best = scores.max()
+    def _pick(self, scores: Float[Tensor, " V"], draft: Draft | None) -> int:
         if self.config.temperature == 0:
-            return int((scores == best).nonzero()[0])
-        shares = torch.softmax((scores - best) / self.config.temperature, 0)  # no overflow near 0
-        ids = kept_ids(shares, self.config)
-        total = shares[ids].cumsum(0)
-        point = torch.rand(1, generator=self._generator, dtype=torch.float64) * total[-1]
-        place = int(torch.searchsorted(total, point, right=True))
-        return int(ids[min(place, len(ids) - 1)])
+            return int((scores == scores.max()).nonzero()[0])
+        shares = self._shares(scores)
+        if draft is None or draft.shares is None:
+            return self._choose(shares, Stream.TOKEN)
+        coin = uniform(self.config.seed, Stream.COIN, self.place)
+        if ops.accept_drafts(*map(_number, (shares[draft.token], draft.chance, coin))):
+            return draft.token
+        return self._choose(ops.residual(shares, _wide(draft.shares)), Stream.RESIDUAL)
+
+    def _shares(self, scores: Float[Tensor, " V"]) -> Float[Tensor, " V"]:
+        """Probability of each token; 0 where the settings leave none."""
+        shares = torch.softmax((scores - scores.max()) / self.config.temperature, 0)
+        ids = kept_ids(shares, self.config)  # no overflow near temperature 0
+        if len(ids) == len(shares):
+            return shares
+        kept = torch.zeros_like(shares).index_copy_(0, ids, shares[ids])
+        return kept / kept.sum()
+
+    def _choose(self, shares: Float[Tensor, " V"], stream: Stream) -> int:
+        point = _number(uniform(self.config.seed, stream, self.place))
+        return int(ops.choose_tokens(shares[None], point[None]))
+
+
+def _number(value: float | Tensor) -> Float[Tensor, ""]:
+    return torch.as_tensor(value, dtype=torch.float64)
+
+
+def _wide(shares: Float[Tensor, " V"] | None) -> Float[Tensor, " V"]:
+    assert shares is not None, "the draft has no shares"
+    return shares.to("cpu", torch.float64)
+
+
+def _all_shares(drafts: Sequence[Draft]) -> bool:
+    return bool(drafts) and all(draft.shares is not None for draft in drafts)
 
 
 def check_logits(logits: Float[Tensor, " V"], owner: str) -> None:

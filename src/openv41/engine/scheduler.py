@@ -6,7 +6,7 @@ computed again later; a job that runs alone takes those of the others.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from openv41.engine.job import Job
@@ -33,6 +33,9 @@ class ScheduleConfig:
             raise ConfigError("schedule", problems)
 
 
+Draft = Callable[[Sequence[Job], int], Mapping[int, int]]  # jobs, room: drafts of each number
+
+
 class Scheduler:
     """Waiting and running jobs; ``admit`` lets a job that has its place find what is cached."""
 
@@ -50,24 +53,30 @@ class Scheduler:
         self.running: list[Job] = []  # the oldest first
         self.preemptions = 0
 
-    def next_step(self) -> list[tuple[Job, int]]:
-        """Choose jobs and how many tokens of each; their pages are reserved."""
+    def next_step(self, draft: Draft | None = None) -> list[tuple[Job, int]]:
+        """Choose jobs and how many positions of each; their pages are reserved.
+
+        ``draft`` says how many drafts of the decoding jobs are verified. While prompts wait they
+        take half of what decoding leaves of the budget at most, and no page from anybody.
+        """
         self._fill_places()
         budget = self.config.tokens_per_step
         running = [job for job in self.running if job.is_alone][:1] or self.running
         decoding = [job for job in running if not job.is_prefill][:budget]
-        shares = [(job, 1) for job in decoding]
+        prompts = [job for job in running if job.is_prefill]
         budget -= len(decoding)
-        prompts = [job for job in running if job.is_prefill][:budget]
-        for index, job in enumerate(prompts):
-            share = -(-budget // (len(prompts) - index))
-            shares.append((job, min(share, job.pending)))
-            budget -= shares[-1][1]
+        drafts: Mapping[int, int] = {}
+        if draft is not None and decoding:
+            drafts = draft(decoding, budget // 2 if prompts else budget)
+        shares = [(job, 1 + drafts.get(job.number, 0)) for job in decoding]
+        budget -= sum(drafts.values())
+        shares += _shared(prompts[:budget], budget)
         step = []
         for job, count in shares:
-            if job in self.running and self._reserve(job, count):
+            if job in self.running and self._reserve(job, count if job.is_prefill else 1):
                 step.append((job, count))
-        return [(job, count) for job, count in step if job in self.running]
+        step = [(job, count) for job, count in step if job in self.running]
+        return [(job, count if job.is_prefill else self._extend(job, count)) for job, count in step]
 
     def remove(self, job: Job) -> None:
         """Take a job out, wherever it is, and free what it holds."""
@@ -126,3 +135,26 @@ class Scheduler:
                     return False
             else:
                 return True
+
+    def _extend(self, job: Job, count: int) -> int:
+        """Reserve pages for the drafts behind a token, as far as there are any; count what fits."""
+        missing = self._store.pages_missing(job.number, job.done + count)
+        if missing:
+            free = self._store.allocator.free
+            if missing > free:
+                free += self._prefixes.make_room(missing - free)
+            size = self._store.cache.page_size
+            held = -(-(job.done + 1) // size) + min(missing, free)
+            count = min(count, held * size - job.done)
+            self._store.reserve(job.number, job.done + count)
+        return count
+
+
+def _shared(prompts: Sequence[Job], budget: int) -> list[tuple[Job, int]]:
+    """Share a budget evenly, the first get more where it does not divide."""
+    shares = []
+    for index, job in enumerate(prompts):
+        share = -(-budget // (len(prompts) - index))
+        shares.append((job, min(share, job.pending)))
+        budget -= shares[-1][1]
+    return shares

@@ -43,6 +43,7 @@ class SpeculationConfig:
     rule: VerifyRule = VerifyRule.TOKENS
 
 
+@runtime_checkable
 class Drafted(Protocol):
     """What a drafter answers, a row per anchor."""
 

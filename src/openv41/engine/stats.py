@@ -1,6 +1,6 @@
 """What an engine has done and holds."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from openv41.engine.images import ImageCache
 from openv41.engine.job import Job
@@ -33,6 +33,25 @@ class EngineStats:
     engram_hits: int
     engram_bytes: int
     engram_stalls: int
+    draft_rounds: int  # of all requests: rounds whose drafts were verified
+    drafts_verified: tuple[int, ...]  # by position in the block, as the next one
+    drafts_accepted: tuple[int, ...]
+
+    @property
+    def acceptance(self) -> tuple[float, ...]:
+        """Share of the drafts at each position that became part of an answer."""
+        pairs = zip(self.drafts_accepted, self.drafts_verified, strict=True)
+        return tuple(accepted / max(1, verified) for accepted, verified in pairs)
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens of a round, the one behind the drafts included."""
+        return 1 + sum(self.drafts_accepted) / max(1, self.draft_rounds)
+
+    @property
+    def wasted_rows(self) -> int:
+        """Rows computed for drafts that did not hold."""
+        return sum(self.drafts_verified) - sum(self.drafts_accepted)
 
 
 @dataclass
@@ -43,6 +62,18 @@ class Figures:
     generated_tokens: int = 0
     prefill_rows: int = 0
     prefill_rows_skipped: int = 0
+    draft_rounds: int = 0
+    drafts_verified: list[int] = field(default_factory=list)  # by position in the block
+    drafts_accepted: list[int] = field(default_factory=list)
+
+    def count_drafts(self, verified: int, accepted: int) -> None:
+        """Note a round."""
+        self.draft_rounds += 1
+        for figures in (self.drafts_verified, self.drafts_accepted):
+            figures.extend([0] * (verified - len(figures)))
+        for position in range(verified):
+            self.drafts_verified[position] += 1
+            self.drafts_accepted[position] += position < accepted
 
     def count(self, job: Job, count: int) -> None:
         """Note the rows of a prompt that were just computed."""
@@ -63,7 +94,8 @@ class Figures:
     ) -> EngineStats:
         """All figures at this moment.
 
-        Each is one plain number or one ``len``, so that a thread may read while another one steps.
+        Each is one plain number, one copy or one ``len``, so that a thread may read while another
+        one steps.
         """
         engram, free = engram_counters(model), store.allocator.free
         return EngineStats(
@@ -85,4 +117,7 @@ class Figures:
             engram_hits=engram.hits,
             engram_bytes=engram.bytes_read,
             engram_stalls=engram.stalls,
+            draft_rounds=self.draft_rounds,
+            drafts_verified=tuple(self.drafts_verified),
+            drafts_accepted=tuple(self.drafts_accepted),
         )

@@ -105,8 +105,11 @@ def prompt_rows(
     known: int = 0,
     restored: int | None = None,
     variant: ReplayVariant = ReplayVariant.FIRST_LAYER_FULL_WINDOW,
+    tail: int = 1,
 ) -> PromptRows:
     """Say which rows of a prompt are computed; ``cut`` None computes all as ``full`` does.
+
+    ``tail`` rows at the end are computed by every layer: a drafter reads features of a window.
 
     The first ``known`` tokens have main KV and index keys but no window KV, so enough of them are
     replayed; ``restored`` is a position whose window KV is there.
@@ -124,7 +127,7 @@ def prompt_rows(
             cut=cut,
             cut_ends_window=variant is ReplayVariant.ALL_BOUNDED,
         )
-    needed = first_needed(config, length, cut, known)
+    needed = first_needed(config, length, cut, known, tail)
     if restored is not None:
         start, firsts = restored, tuple(max(restored, n) for n in needed)
     elif known:
@@ -154,14 +157,17 @@ def replay_bounds(
     )
 
 
-def first_needed(config: ModelConfig, length: int, cut: int, known: int) -> list[int]:
+def first_needed(
+    config: ModelConfig, length: int, cut: int, known: int, tail: int = 1
+) -> list[int]:
     """First row of each layer whose output a later row depends on; may be below 0.
 
     A row depends on W - 1 rows more of the layer below. Of the layers from ``cut`` on only the last
-    row is wanted, of those below all that are not ``known``.
+    ``tail`` rows are wanted, of those below all that are not ``known``.
     """
     layers, reach = config.num_layers, config.attention.window_size - 1
-    needed = [length - 1 if cut < layers else known]
+    wanted = length - tail
+    needed = [wanted if cut < layers else min(known, wanted)]
     for layer in reversed(range(layers - 1)):
         below = needed[-1] - reach
         needed.append(min(below, known) if layer < cut else below)

@@ -1,6 +1,7 @@
 """Pure tensor functions: NAME.py holds the references, NAME_triton.py their kernels."""
 
 from openv41.ops._dispatch import kernels
+from openv41.ops.acceptance import accept_block, accept_drafts, choose_tokens, residual
 from openv41.ops.cache_writers import write_latents
 from openv41.ops.compressor import pool_group
 from openv41.ops.cross_entropy import linear_cross_entropy
@@ -42,11 +43,14 @@ __all__ = [
     "DEAD",
     "Keys",
     "LinearLoss",
+    "accept_block",
+    "accept_drafts",
     "add_gated",
     "attention_mass",
     "block_scores",
     "choose_candidates",
     "choose_experts",
+    "choose_tokens",
     "clamped_swiglu",
     "combine",
     "count_ids",
@@ -74,6 +78,7 @@ __all__ = [
     "pool_mask",
     "predict_mix",
     "quantized_linear",
+    "residual",
     "rms_norm",
     "rope_angles_2d",
     "rope_frequencies",

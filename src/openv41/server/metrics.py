@@ -43,6 +43,9 @@ FIGURES = (
     Figure("engram_hits", "counter", "Engram rows that were there before they were needed."),
     Figure("engram_bytes", "counter", "Bytes of Engram rows read."),
     Figure("engram_stalls", "counter", "Steps that waited for Engram rows."),
+    Figure("draft_rounds", "counter", "Rounds of requests whose drafts were verified."),
+    Figure("drafts_verified", "counter", "Drafts computed by the model, by position."),
+    Figure("drafts_accepted", "counter", "Those of them that are part of an answer."),
 )
 
 
@@ -101,6 +104,14 @@ class _EngineCollector(Collector):
             yield _family(figure, getattr(stats, figure.name))
 
 
-def _family(figure: Figure, value: int) -> CounterMetricFamily | GaugeMetricFamily:
+def _family(
+    figure: Figure, value: int | tuple[int, ...]
+) -> CounterMetricFamily | GaugeMetricFamily:
     family = CounterMetricFamily if figure.kind == "counter" else GaugeMetricFamily
-    return family(f"openv41_{figure.name}", figure.about, value=value)
+    name = f"openv41_{figure.name}"
+    if not isinstance(value, tuple):
+        return family(name, figure.about, value=value)
+    found = family(name, figure.about, labels=["position"])
+    for position, count in enumerate(value, 1):
+        found.add_metric([str(position)], count)
+    return found

@@ -1,0 +1,144 @@
+"""Drafts of a step: for whom, how many are verified, and what came of them. Report §2.4.3."""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+from openv41.engine.draft_choice import DraftChooser
+from openv41.engine.job import Job
+from openv41.engine.paged_store import PagedStore
+from openv41.engine.speculation import DraftChoice, Drafter, SpeculationConfig, Speculator
+from openv41.layers.batch import Batch
+from openv41.model.causal_encoder_decoder import CausalEncoderDecoder, Output
+
+logger = logging.getLogger(__name__)
+
+
+class Drafting:
+    """Asks the drafter and the speculator, and tells them what came of it.
+
+    Answers never depend on it but for chance: a drafter that fails is logged and asked no more.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        speculator: Speculator,
+        model: CausalEncoderDecoder,
+        store: PagedStore,
+        config: SpeculationConfig,
+    ) -> None:
+        self.drafter, self.speculator, self.config = drafter, speculator, config
+        self._model, self._store = model, store
+        self.is_on = True
+        self._round: dict[int, int] = {}  # drafts that hold, by request that was drafted for
+        self._lengths: dict[int, int] = {}
+
+    def draft(self, jobs: Sequence[Job], room: int) -> Mapping[int, int]:
+        """Draft for decoding jobs; return how many drafts of each to verify, by number.
+
+        ``room`` is how many the step can take.
+        """
+        self._round, self._lengths = {}, {}
+        limits = [self._limit(job) for job in jobs]
+        if not (self.is_on and room > 0 and any(limits)):
+            return {}
+        numbers = [job.number for job in jobs]
+        if not self.speculator.plan(numbers):
+            return {}
+        try:
+            with torch.inference_mode():
+                confidence = self._propose(jobs)
+        except Exception:
+            logger.exception("the drafter failed; the engine goes on without it")
+            self.is_on = False
+            return {}
+        limits = [min(n, len(job.drafts)) for n, job in zip(limits, jobs, strict=True)]
+        lengths = within(self.speculator.lengths(numbers, confidence, limits), room)
+        self._lengths = dict(zip(numbers, lengths, strict=True))
+        return self._lengths
+
+    def learn(self, output: Output, jobs: Sequence[Job]) -> None:
+        """Give the drafter the features of all positions that are now part of these requests."""
+        taps, batch = output.taps, output.tap_batch
+        if not (self.is_on and jobs) or taps is None or batch is None:
+            return
+        done = {job.number: job.done for job in jobs}
+        going_on = [i for i, request in enumerate(batch.requests) if request in done]
+        rows = torch.isin(batch.request_rows, torch.tensor(going_on, device=batch.device))
+        if len(going_on) < len(batch.requests):
+            taps = taps[rows]
+            batch = Batch(
+                batch.token_ids[rows],
+                tuple(batch.requests[i] for i in going_on),
+                tuple(batch.starts[i] for i in going_on),
+                tuple(batch.counts[i] for i in going_on),
+            )
+        try:
+            self.drafter.write_context(
+                taps, batch, self._store, [done[request] for request in batch.requests]
+            )
+        except Exception:
+            logger.exception("the drafter failed; the engine goes on without it")
+            self.is_on = False
+
+    def verified(self, job: Job, count: int, accepted: int) -> None:
+        """Note how many drafts of a job were computed, and how many of them hold."""
+        self._lengths[job.number], self._round[job.number] = count, accepted
+
+    def end_step(self) -> None:
+        """Tell the speculator what came of its step; who left the step verified nothing."""
+        numbers = list(self._lengths)
+        accepted = [self._round.get(number, 0) for number in numbers]
+        lengths = [self._lengths[n] if n in self._round else 0 for n in numbers]
+        self.speculator.verified(numbers, lengths, accepted)
+        self._round, self._lengths = {}, {}
+
+    def _limit(self, job: Job) -> int:
+        """Drafts that can become part of an answer: the last token of one is not computed."""
+        config = self._model.config
+        answer = job.request.max_tokens - job.num_output - 1
+        context = config.max_position - 1 - job.done
+        drafts = min(self.drafter.block_size, self._store.cache.draft_tokens)
+        return max(0, min(drafts, answer, context))
+
+    def _propose(self, jobs: Sequence[Job]) -> Float[np.ndarray, "requests X"]:
+        """Fill ``drafts`` of each job; return the confidences of all."""
+        device = self._store.device
+        anchors = Batch(
+            torch.tensor([job.tokens[-1] for job in jobs], device=device),
+            tuple(job.number for job in jobs),
+            tuple(job.done for job in jobs),
+            (1,) * len(jobs),
+        )
+        chooser = DraftChooser(
+            [job.sampler for job in jobs],
+            self.drafter.block_size,
+            banned=self._model.config.image_token_id,
+            is_greedy=self.config.drafts is DraftChoice.GREEDY,
+            device=device,
+        )
+        drafted = self.drafter.draft(
+            self.drafter.propose(self._model, anchors, self._store), chooser
+        )
+        for job, drafts in zip(jobs, chooser.drafts(drafted.tokens), strict=True):
+            job.drafts = drafts
+        confidence: Float[np.ndarray, "requests X"] = drafted.confidence.double().cpu().numpy()
+        return confidence
+
+
+def within(lengths: Sequence[int], room: int) -> list[int]:
+    """Keep ``room`` drafts, earlier positions first.
+
+    So that whether a draft is kept does not depend on those behind it.
+    """
+    kept = [0] * len(lengths)
+    for position in range(max(lengths, default=0)):
+        for request, length in enumerate(lengths):
+            if position < length and room > 0:
+                kept[request] += 1
+                room -= 1
+    return kept
