@@ -22,6 +22,8 @@ from benchmarks.record import record
 from openv41.config import ModelConfig
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.model.init import init_weights
+from openv41.ops import kernels
+from openv41.ops._dispatch import Mode
 from openv41.presets import preset
 from openv41.train.config import NUMERICS_OF, OptimizerConfig, TrainConfig
 from openv41.train.optimizer import Optimizers
@@ -32,10 +34,17 @@ from openv41.train.recipes import NO_TOKEN
 from openv41.train.step import train_step
 from openv41.train.utilisation import FlopCounter
 
-PARTS = {"ours": 1, "ours, AdamW": 1, "nemo-automodel": 1, "ours, sharded": 2, "ours, parallel": 2}
+PARTS = {
+    "ours": 1,
+    "ours, AdamW": 1,
+    "ours, AdamW, reference ops": 1,
+    "nemo-automodel": 1,
+    "ours, sharded": 2,
+    "ours, parallel": 2,
+}
 ROUNDS = (  # parts on GPUs of their own, side by side
     {"ours, AdamW": "0", "nemo-automodel": "1"},
-    {"ours": "0"},
+    {"ours": "0", "ours, AdamW, reference ops": "1"},
     {"ours, sharded": "0,1"},
     {"ours, parallel": "0,1"},
 )
@@ -155,7 +164,8 @@ def run_part(options: argparse.Namespace) -> None:
     if options.part == "nemo-automodel":
         sys.stdout.write(json.dumps(measure_nemo(options)) + "\n")
         return
-    with join(torch.device(options.device)) as processes:
+    mode: Mode = "reference" if "reference ops" in options.part else "auto"
+    with join(torch.device(options.device)) as processes, kernels(mode):
         line = measure_ours(options, processes)
         if processes.is_first:
             sys.stdout.write(json.dumps(line) + "\n")

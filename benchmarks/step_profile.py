@@ -5,7 +5,6 @@ AdamW", or another ``--part``), then one under torch's profiler and one under a 
 calls, and prints tables. Views and allocations are no calls: they launch nothing.
 """
 
-import argparse
 import json
 import sys
 import time
@@ -21,7 +20,7 @@ from benchmarks.gpu_training import make_ours, parser
 from openv41.train.processes import Processes
 
 TOP = 25
-SILENT = {  # fmt: skip
+SILENT = {
     "_conj",
     "_reshape_alias",
     "_unsafe_view",
@@ -102,7 +101,7 @@ def main() -> None:
     """Warm up, profile a step, count the calls of another."""
     words = parser("python -m benchmarks.step_profile")
     words.set_defaults(part="ours, AdamW", warm_up=2, documents=1)
-    options: argparse.Namespace = words.parse_args()
+    options = words.parse_args()
     device = torch.device(options.device)
     step = make_ours(options, Processes(device=device)).step
     is_cuda = device.type == "cuda"
