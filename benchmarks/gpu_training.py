@@ -23,7 +23,6 @@ from openv41.config import ModelConfig
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.model.init import init_weights
 from openv41.ops import kernels
-from openv41.ops._dispatch import Mode
 from openv41.presets import preset
 from openv41.train.config import NUMERICS_OF, OptimizerConfig, TrainConfig
 from openv41.train.optimizer import Optimizers
@@ -164,8 +163,10 @@ def run_part(options: argparse.Namespace) -> None:
     if options.part == "nemo-automodel":
         sys.stdout.write(json.dumps(measure_nemo(options)) + "\n")
         return
-    mode: Mode = "reference" if "reference ops" in options.part else "auto"
-    with join(torch.device(options.device)) as processes, kernels(mode):
+    with (
+        join(torch.device(options.device)) as processes,
+        kernels("reference" if "reference ops" in options.part else "auto"),
+    ):
         line = measure_ours(options, processes)
         if processes.is_first:
             sys.stdout.write(json.dumps(line) + "\n")
@@ -197,7 +198,8 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
     about |= {"warm_up_steps": options.warm_up, "measured_steps": options.steps}
     if torch.cuda.is_available():
         about |= {"device": torch.cuda.get_device_name(0), "found": torch.cuda.device_count()}
-    for parts in ROUNDS:
+    alone = tuple({part: "0"} for part, gpus in PARTS.items() if gpus == 1)
+    for parts in ROUNDS if torch.cuda.device_count() > 1 else alone:
         started = {part: start_part(options, part, gpus) for part, gpus in parts.items()}
         for part, process in started.items():
             out, error = process.communicate()
