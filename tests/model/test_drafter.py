@@ -176,15 +176,6 @@ def test_a_batch_drafts_to_the_bit_what_each_request_drafts_alone():
         assert torch.equal(drafted.logits[place], model.drafter.draft(want).logits[0])
 
 
-@torch.no_grad()
-def test_many_blocks_are_cut_into_pieces(monkeypatch, taps, model):
-    pairs = {r: (r % VOCAB, r % 12) for r in range(9)}
-    want = propose(model, dict.fromkeys(pairs, taps), pairs).hidden
-    monkeypatch.setattr("openv41.layers.draft_attention.ROWS_AT_ONCE", 2 * SIZE + 1)
-    got = propose(model, dict.fromkeys(pairs, taps), pairs).hidden
-    assert_close("hidden", got, want, rtol=EXACT, atol=EXACT)
-
-
 @pytest.mark.parametrize("chunks", [1, 2, 3, 6])
 @torch.no_grad()
 def test_rows_committed_at_once_equal_rows_committed_one_by_one(model, taps, chunks):

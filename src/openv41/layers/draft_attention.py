@@ -1,6 +1,5 @@
 """Attention of the drafter: all rows of a block read one window and one another. Report §2.4.3."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +10,6 @@ from openv41 import ops
 from openv41.layers.context import ForwardContext
 from openv41.layers.latent_attention import LatentAttention
 from openv41.layers.rounding import round_window_kv
-
-ROWS_AT_ONCE = 512  # queries of whole blocks that one call of the attention gets
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,25 +38,8 @@ class DraftBlocks:
 
     def __init__(self, ctx: ForwardContext, window: Window, block_size: int) -> None:
         self.ctx = ctx  # of the blocks' rows, at their absolute positions
-        self.rows, self.block_size = window.rows(block_size), block_size
-        self.pieces = list(self._plan())
-
-    def _plan(self) -> Iterator[tuple[slice, ops.Keys, ops.Keys]]:
-        """Cut into pieces of whole blocks; a piece's queries, their keys, and no keys."""
-        size = self.block_size
-        if self.ctx.deterministic:
-            rows = self.rows.repeat_interleave(size, dim=0)
-            none = ops.plan_keys(rows[:, :0], deterministic=True)
-            yield slice(0, len(rows)), ops.plan_keys(rows, deterministic=True), none
-            return
-        step = max(1, ROWS_AT_ONCE // size)
-        for start in range(0, len(self.rows), step):
-            rows = self.rows[start : start + step]
-            bias = torch.where(rows >= 0, 0.0, -torch.inf)[:, None].expand(-1, size, -1)
-            keys = ops.Keys(rows, bias, is_whole=not bool((rows < 0).any()))
-            queries = slice(start * size, (start + len(rows)) * size)
-            none = ops.plan_keys(rows.new_empty(len(rows) * size, 0))
-            yield queries, keys, none
+        rows = window.rows(block_size).repeat_interleave(block_size, dim=0)
+        self.keys = ops.plan_keys(rows, deterministic=ctx.deterministic)
 
 
 class DraftAttention(LatentAttention):
@@ -80,17 +60,14 @@ class DraftAttention(LatentAttention):
         _, q = self.queries(x, rope)
         own = round_window_kv(self.latent_kv(x, rope), self.numerics)
         kv = torch.cat([context.to(own.dtype), own])
-        parts = [
-            ops.sparse_attention(
-                q[queries],
-                kv,
-                keys,
-                kv[:0],
-                no_keys,
-                self.sink,
-                self.scale,
-                deterministic=self.numerics.deterministic,
-            )
-            for queries, keys, no_keys in blocks.pieces
-        ]
-        return self.project_out(self.rotate(torch.cat(parts), blocks.ctx.inverse_rope(0)))
+        out = ops.sparse_attention(
+            q,
+            kv,
+            blocks.keys,
+            kv[:0],
+            blocks.ctx.no_keys,
+            self.sink,
+            self.scale,
+            deterministic=self.numerics.deterministic,
+        )
+        return self.project_out(self.rotate(out, blocks.ctx.inverse_rope(0)))

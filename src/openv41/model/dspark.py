@@ -7,6 +7,7 @@ They read the target's features of the committed positions P-128..P-1 and one an
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Protocol, Unpack, runtime_checkable
 
@@ -23,7 +24,7 @@ from openv41.layers.experts import MixtureOfExperts
 from openv41.layers.factory import Factory
 from openv41.layers.markov_head import MarkovHead
 from openv41.layers.quantized_linear import Linear, QuantizedLinear, RMSNorm
-from openv41.layers.single_pass_mhc import SinglePassMHC
+from openv41.layers.single_pass_mhc import SinglePassMHC, Streams
 from openv41.layers.store import KVStore, Slot, Spans
 from openv41.ops.precision import widened
 
@@ -34,9 +35,7 @@ Choose = Callable[[Float[Tensor, "R V"], int], Int[Tensor, " R"]]
 class Target(Protocol):
     """What the drafter shares with the model that it drafts for: embedding and head."""
 
-    def first_streams(
-        self, batch: Batch, ctx: ForwardContext
-    ) -> tuple[Float[Tensor, "T N D"], Float[Tensor, "T N"]]:
+    def first_streams(self, batch: Batch, ctx: ForwardContext) -> Streams:
         """Embed tokens into equal streams, with the first input mix."""
         ...
 
@@ -91,16 +90,15 @@ class DraftStage(nn.Module):
         self.moe = MixtureOfExperts(layer, dim, moe, numerics, **made)
 
     def forward(
-        self,
-        x: Float[Tensor, "T N D"],
-        a: Float[Tensor, "T N"],
-        context: Float[Tensor, "S C"],
-        blocks: DraftBlocks,
-    ) -> tuple[Float[Tensor, "T N D"], Float[Tensor, "T N"]]:
+        self, streams: Streams, context: Float[Tensor, "S C"], blocks: DraftBlocks
+    ) -> Streams:
         """Advance the streams of every row of every block."""
-        x, a = self.attn_mhc(x, a, lambda h: self.attention(self.attn_norm(h), context, blocks))
-        x, a = self.ffn_mhc(x, a, lambda h: self.moe(self.ffn_norm(h), blocks.ctx))
-        return x, a
+        attend = partial(self.attention, context=context, blocks=blocks)
+        streams = self.attn_mhc(streams, self.attn_norm.weight, attend)
+        advanced: Streams = self.ffn_mhc(
+            streams, self.ffn_norm.weight, partial(self.moe, ctx=blocks.ctx)
+        )
+        return advanced
 
 
 class DSparkDrafter(nn.Module):
@@ -255,9 +253,10 @@ class DSparkDrafter(nn.Module):
         self, target: Target, blocks: DraftBlocks, contexts: Sequence[Tensor]
     ) -> Float[Tensor, "rows D"]:
         """Streams of all rows through all stages, folded by the last input mix."""
-        x, a = target.first_streams(blocks.ctx.batch, blocks.ctx)
+        streams = target.first_streams(blocks.ctx.batch, blocks.ctx)
         for stage, context in zip(self._stages(), contexts, strict=True):
-            x, a = stage(x, a, context, blocks)
+            streams = stage(streams, context, blocks)
+        x, a, _ = streams.settled(self.numerics.deterministic)
         return ops.mix_streams(x, a)
 
     def _blocks(
