@@ -157,7 +157,10 @@ def packed(*shape, spread=1.0):
     return rows, unpack_rows(rows)
 
 
-@pytest.mark.parametrize(("tokens", "tiling"), [(1, None), (3, Tiling(16, 2, 2, 4, 1))])
+@pytest.mark.parametrize(
+    ("tokens", "tiling"),
+    [(1, None), (3, Tiling(16, 2, 2, 4, 1)), (3, Tiling(16, 1, 2, 4, 1, turned=True))],
+)
 def test_scores_of_packed_rows(device, tokens, tiling):
     """Pages out of order, one never read and poisoned with NaN; scales down to the smallest."""
     B, heads, per_page, num = 2, 4, 8, 37
@@ -199,6 +202,25 @@ def test_a_packed_key_with_a_nan_scale_scores_nan(device):
     parts = [x.to(device) for x in (q, torch.ones(1, 1, 2), keys, table, visible)]
     got = packed_index_triton.packed_index_scores.run(*parts, 8, 8)[0, 0]
     assert got.isnan().nonzero().tolist() == [[3]]
+
+
+@pytest.mark.parametrize("workspace", [1 << 20, 20_000])
+def test_choice_from_packed_rows(device, workspace):
+    """All queries at once, and a few at a time; the candidates too."""
+    T, heads, num, per_page, k = 5, 3, 60, 4, 6
+    q, q_values = packed(T, heads)
+    keys, key_values = packed(num)
+    table, weights = torch.randperm(num // per_page), torch.randn(T, heads)
+    visible = torch.tensor([60, 0, 7, 33, 59])
+    rows = (table[:, None] * per_page + torch.arange(per_page)).flatten()
+    want = scores_oracle(q_values[None], weights[None], key_values[None, rows])[0].float()
+    parts = [x.to(device) for x in (q, weights, keys, table, visible)]
+    run = packed_index_triton.packed_index_choice.run
+    chosen, pool = run(*parts, per_page, num, k, 4, 8, workspace=workspace)
+    assert torch.equal(chosen.cpu(), chosen_oracle(want, torch.ones(T, num), visible, k))
+    for t in range(T):
+        blocks = oracle.candidate_blocks(want[t].tolist(), int(visible[t]), 8, 4)
+        assert pool[t].tolist() == blocks + [-1] * (4 - len(blocks))
 
 
 def selected_inputs(T=5, I=4, J=24, M=30, K=7, dtype=torch.float32):  # noqa: E741
@@ -299,6 +321,28 @@ def test_packed_scores_at_full_width(device, tokens):
     assert_close("scores", got.cpu()[known], want[known], rtol=1e-4, atol=1e-3)
     plain = packed_scores(q, weights, keys, table, visible, per_page, num, asm=False)
     assert torch.equal(got, plain)
+
+
+@pytest.mark.gpu
+def test_packed_choice_at_full_width(device):
+    """Scores of E4M3 numbers choose what float32 scores choose, but for what lies within 1e-4."""
+    T, heads, num = 700, 32, 20_000
+    q, keys = packed(T, heads)[0].to(device), packed(num)[0].to(device)
+    table, weights = torch.arange(1, device=device), torch.randn(T, heads, device=device)
+    visible = torch.randint(0, num + 1, (T,), device=device)
+    given = (q, weights, keys, table, visible, num, num, 512, 2048, 8)
+    with ops.kernels("required"):
+        chosen, pool = ops.packed_index_choice(*given)
+    scores = packed_scores(q[None], weights[None], keys, table[None], visible[None], num, num)[0]
+    want = reference.select_top_k.reference(scores, None, 512, visible)
+    last = scores.gather(1, want.clamp(min=0)).amin(1, keepdim=True)
+    picked = scores.gather(1, chosen.clamp(min=0))
+    assert torch.equal(chosen >= 0, want >= 0)
+    scale = scores.masked_fill(scores == -INF, 0).abs().amax(1, keepdim=True)
+    assert ((picked >= last - 1e-4 * scale) | (chosen < 0)).all()
+    assert (chosen == want).float().mean() > 0.99
+    blocks = reference.choose_candidates.reference(scores, visible, 2048, 8)
+    assert (pool == blocks).float().mean() > 0.9
 
 
 @pytest.mark.gpu

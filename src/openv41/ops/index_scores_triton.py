@@ -18,50 +18,76 @@ from torch import Tensor
 
 # Keys are unpacked to 2^-64 of their value and queries to 2^64: so scales fit bf16's exponents.
 UP: tl.constexpr = tl.constexpr(2.0**64)
-CODE_BYTES: tl.constexpr = tl.constexpr(64)  # of a packed row of 128 elements
-ROW_BYTES: tl.constexpr = tl.constexpr(68)
+ROW_BYTES = 68  # of a packed row of 128 elements
+ROW_WORDS: tl.constexpr = tl.constexpr(17)  # 16 of codes, one of scales
+WORDS: tl.constexpr = tl.constexpr(16)
+TO_NORMAL: tl.constexpr = tl.constexpr(2.0**126)  # what codes as float32 bits lack
 NAN_BYTE: tl.constexpr = tl.constexpr(255)
 NAN_BITS: tl.constexpr = tl.constexpr(0x7FC00000)
-DIM: tl.constexpr = tl.constexpr(128)
 
-# Two E2M1 codes of each of four bytes as bf16 times 2^-126, times a scale: low codes, then high.
+# Code k of two words, k = 0..7, as two bf16 numbers times 2^-126, times the scales of the words.
 UNPACK: tl.constexpr = tl.constexpr(
     """
     {
     .reg .b32 u, v, a, b;
-    prmt.b32 u, $4, 0, 0x1404;
-    prmt.b32 v, $4, 0, 0x3424;
+    prmt.b32 u, $8, $9, 0x5410;
+    prmt.b32 v, $8, $9, 0x7632;
+    shl.b32 a, u, 6;
+    and.b32 a, a, 0x01C001C0;
+    shl.b32 b, u, 12;
+    lop3.b32 a, b, 0x80008000, a, 0xEA;
+    mul.rn.bf16x2 $0, a, $10;
+    shl.b32 a, u, 2;
+    and.b32 a, a, 0x01C001C0;
+    shl.b32 b, u, 8;
+    lop3.b32 a, b, 0x80008000, a, 0xEA;
+    mul.rn.bf16x2 $1, a, $10;
+    shr.b32 a, u, 2;
+    and.b32 a, a, 0x01C001C0;
+    shl.b32 b, u, 4;
+    lop3.b32 a, b, 0x80008000, a, 0xEA;
+    mul.rn.bf16x2 $2, a, $10;
     shr.b32 a, u, 6;
     and.b32 a, a, 0x01C001C0;
     lop3.b32 a, u, 0x80008000, a, 0xEA;
-    mul.rn.bf16x2 $2, a, $5;
+    mul.rn.bf16x2 $3, a, $10;
+    shl.b32 a, v, 6;
+    and.b32 a, a, 0x01C001C0;
+    shl.b32 b, v, 12;
+    lop3.b32 a, b, 0x80008000, a, 0xEA;
+    mul.rn.bf16x2 $4, a, $10;
+    shl.b32 a, v, 2;
+    and.b32 a, a, 0x01C001C0;
+    shl.b32 b, v, 8;
+    lop3.b32 a, b, 0x80008000, a, 0xEA;
+    mul.rn.bf16x2 $5, a, $10;
+    shr.b32 a, v, 2;
+    and.b32 a, a, 0x01C001C0;
+    shl.b32 b, v, 4;
+    lop3.b32 a, b, 0x80008000, a, 0xEA;
+    mul.rn.bf16x2 $6, a, $10;
     shr.b32 a, v, 6;
     and.b32 a, a, 0x01C001C0;
     lop3.b32 a, v, 0x80008000, a, 0xEA;
-    mul.rn.bf16x2 $3, a, $6;
-    shr.b32 a, u, 2;
-    shl.b32 b, u, 4;
-    and.b32 a, a, 0x01C001C0;
-    lop3.b32 a, b, 0x80008000, a, 0xEA;
-    mul.rn.bf16x2 $0, a, $5;
-    shr.b32 a, v, 2;
-    shl.b32 b, v, 4;
-    and.b32 a, a, 0x01C001C0;
-    lop3.b32 a, b, 0x80008000, a, 0xEA;
-    mul.rn.bf16x2 $1, a, $6;
+    mul.rn.bf16x2 $7, a, $10;
     }
     """
 )
 
 
 class Tiling(NamedTuple):
-    """Entries in a tile, queries of a program, tiles that a program passes by, and the launch."""
+    """Entries in a tile, queries of a program, tiles that a program passes by, and the launch.
+
+    A product of queries and keys is turned to have the keys as its second operand: with at most 32
+    rows of queries it then takes both from registers.
+    """
 
     entries: int
     queries: int
     tiles: int
     warps: int
     stages: int
+    turned: bool = False
 
 
 @triton.jit
@@ -87,39 +113,52 @@ def _scale_value(byte, SHIFT: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _unpack(code, scale, ASM: tl.constexpr):
-    """Numbers of the low and of the high codes of [rows, 64] bytes; scale is times 2^126."""
-    if ASM:
-        scale = scale.to(tl.bfloat16)
-        low, high = tl.inline_asm_elementwise(
-            UNPACK,
-            "=r,=r,=r,=r,r,r,r",
-            [code, scale],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        wide = code.to(tl.int32)
-        low = ((wide & 7) << 22) | ((wide & 8) << 28)
-        high = ((wide & 0x70) << 18) | ((wide & 0x80) << 24)
-        low = (low.to(tl.float32, bitcast=True) * scale).to(tl.bfloat16)
-        high = (high.to(tl.float32, bitcast=True) * scale).to(tl.bfloat16)
-    return low, high
+def _code(word, scale, K: tl.constexpr):
+    """Code ``K`` of each word times the scale, which is times 2^126; the asm in plain Triton."""
+    code = word >> (4 * K)
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * scale
 
 
 @triton.jit
 @no_type_check
-def _packed_rows(rows, at, mask, ASM: tl.constexpr):
-    """Unpack rows at these byte offsets, even and odd columns apart, to 2^-64 of their value."""
-    column = tl.arange(0, CODE_BYTES)
-    code = tl.load(rows + at[:, None] + column[None, :], mask=mask[:, None], other=0)
-    block = tl.arange(0, 4)
-    byte = tl.load(rows + at[:, None] + (block + CODE_BYTES)[None, :], mask=mask[:, None], other=0)
+def _packed_rows(rows, at, mask, ASM: tl.constexpr, DOT: tl.constexpr):
+    """Unpack rows that start at these words, to 2^-64 of their value: columns 8 j + k by k."""
+    column = tl.arange(0, WORDS)
+    word = tl.load(rows + at[:, None] + column[None, :], mask=mask[:, None], other=0)
+    scales = tl.load(rows + at + WORDS, mask=mask, other=0)
+    byte = (scales[:, None] >> ((column // 4) * 8)[None, :]) & 255
     scale = _scale_value(byte, 62)
-    scale = tl.broadcast_to(scale[:, :, None], at.shape[0], 4, 16)
-    low, high = _unpack(code, tl.reshape(scale, at.shape[0], 64), ASM)
-    return low, high
+    if ASM:
+        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+            UNPACK,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r",
+            [word, scale.to(tl.bfloat16)],
+            dtype=(tl.bfloat16,) * 8,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        v0, v1 = _code(word, scale, 0).to(DOT), _code(word, scale, 1).to(DOT)
+        v2, v3 = _code(word, scale, 2).to(DOT), _code(word, scale, 3).to(DOT)
+        v4, v5 = _code(word, scale, 4).to(DOT), _code(word, scale, 5).to(DOT)
+        v6, v7 = _code(word, scale, 6).to(DOT), _code(word, scale, 7).to(DOT)
+    return v0, v1, v2, v3, v4, v5, v6, v7
+
+
+@triton.jit
+@no_type_check
+def _raised(x, DOT: tl.constexpr, TURNED: tl.constexpr):
+    """Queries, from 2^-64 to 2^64 of their value, as an operand."""
+    x = (x.to(tl.float32) * UP * UP).to(DOT)
+    return x if TURNED else tl.trans(x)
+
+
+@triton.jit
+@no_type_check
+def _product(key, query, dots, TURNED: tl.constexpr):
+    """Add products of keys and queries; of queries and keys, if turned."""
+    return tl.dot(query, tl.trans(key), dots) if TURNED else tl.dot(key, query, dots)
 
 
 @triton.jit
@@ -142,6 +181,7 @@ def _packed_scores(
     ENTRIES: tl.constexpr,
     TILES: tl.constexpr,
     ASM: tl.constexpr,
+    TURNED: tl.constexpr,
     DOT: tl.constexpr,  # dtype of the operands: the interpreter multiplies no bf16
 ):
     batch = tl.program_id(2).to(tl.int64)
@@ -151,9 +191,11 @@ def _packed_scores(
     there = (query < T) & (head < I)
     at = (batch * T + query) * I + head
     weight = tl.load(weights + at, mask=there, other=0.0).to(tl.float32)
-    q_even, q_odd = _packed_rows(q, at * ROW_BYTES, there, False)
-    q_even = (q_even.to(tl.float32) * UP * UP).to(DOT)
-    q_odd = (q_odd.to(tl.float32) * UP * UP).to(DOT)
+    q0, q1, q2, q3, q4, q5, q6, q7 = _packed_rows(q, at * ROW_WORDS, there, False, tl.float32)
+    q0, q1 = _raised(q0, DOT, TURNED), _raised(q1, DOT, TURNED)
+    q2, q3 = _raised(q2, DOT, TURNED), _raised(q3, DOT, TURNED)
+    q4, q5 = _raised(q4, DOT, TURNED), _raised(q5, DOT, TURNED)
+    q6, q7 = _raised(q6, DOT, TURNED), _raised(q7, DOT, TURNED)
     own = first + tl.arange(0, QUERIES)
     seen = tl.load(visible + batch * T + own, mask=own < T, other=0)
     most = tl.max(seen, 0)
@@ -167,14 +209,67 @@ def _packed_scores(
             row = page.to(tl.int64) * PER_PAGE + entry % PER_PAGE
         else:
             row = batch * table_stride + entry
-        even, odd = _packed_rows(keys, row * ROW_BYTES, entry < most, ASM)
-        even, odd = even.to(DOT), odd.to(DOT)
-        dots = tl.dot(even, tl.trans(q_even))
-        dots = tl.dot(odd, tl.trans(q_odd), dots)
-        score = _head_sum(dots, weight, QUERIES, HEADS, False)
+        k0, k1, k2, k3, k4, k5, k6, k7 = _packed_rows(keys, row * ROW_WORDS, entry < most, ASM, DOT)
+        if TURNED:
+            dots = tl.zeros((QUERIES * HEADS, ENTRIES), tl.float32)
+        else:
+            dots = tl.zeros((ENTRIES, QUERIES * HEADS), tl.float32)
+        dots = _product(k0, q0, dots, TURNED)
+        dots = _product(k1, q1, dots, TURNED)
+        dots = _product(k2, q2, dots, TURNED)
+        dots = _product(k3, q3, dots, TURNED)
+        dots = _product(k4, q4, dots, TURNED)
+        dots = _product(k5, q5, dots, TURNED)
+        dots = _product(k6, q6, dots, TURNED)
+        dots = _product(k7, q7, dots, TURNED)
+        if TURNED:
+            parts = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[:, None]
+            score = tl.trans(tl.sum(tl.reshape(parts, QUERIES, HEADS, ENTRIES), 1))
+        else:
+            score = _head_sum(dots, weight, QUERIES, HEADS, False)
         score = tl.where(entry[:, None] < seen[None, :], score, float("-inf"))
         to = out + (batch * T + own)[None, :] * width + entry[:, None]
         tl.store(to, score, mask=(own < T)[None, :] & (entry < width)[:, None])
+
+
+@triton.jit
+@no_type_check
+def _to_fp8(
+    rows,
+    table,
+    codes,
+    scales,
+    num,
+    PER_PAGE: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Packed rows as E4M3 numbers under one power of two per row.
+
+    Exact where a block's scale is at least 2^-14 of the row's largest; smaller blocks lose bits.
+    """
+    entry = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = entry < num
+    row = entry
+    if HAS_TABLE:
+        page = tl.load(table + entry // PER_PAGE, mask=inside, other=0).to(tl.int64)
+        row = page * PER_PAGE + entry % PER_PAGE
+    at = row * ROW_WORDS
+    column = tl.arange(0, WORDS)
+    word = tl.load(rows + at[:, None] + column[None, :], mask=inside[:, None], other=0)
+    packed = tl.load(rows + at + WORDS, mask=inside, other=0)
+    byte = (packed[:, None] >> ((column // 4) * 8)[None, :]) & 255
+    largest = tl.max(tl.where(word != 0, byte, 0), 1)
+    largest = tl.where(tl.max(byte, 1) == NAN_BYTE, NAN_BYTE, largest)
+    bits = tl.minimum(tl.maximum(largest - 6, 1), 254) << 23
+    bits = tl.where(largest == NAN_BYTE, NAN_BITS, bits)
+    tl.store(scales + entry, bits.to(tl.float32, bitcast=True), mask=inside)
+    down = tl.maximum(byte - largest[:, None] + (127 + 6), 1) << 23  # 2^6 times the block's share
+    scale = tl.minimum(down, (127 + 6) << 23).to(tl.float32, bitcast=True)
+    to = codes + entry[:, None] * 128 + column[None, :] * 8
+    for k in tl.static_range(8):
+        value = (_code(word, TO_NORMAL, k) * scale).to(codes.dtype.element_ty)
+        tl.store(to + k, value, mask=inside[:, None])
 
 
 @triton.jit
@@ -225,11 +320,12 @@ def _dense_scores(
         mask = (entry < most)[:, None]
         if not EVEN:
             mask = mask & (column < J)[None, :]
+        if HAS_SCALES:  # on its way during the product
+            scale = tl.load(key_scales + row, mask=entry < most, other=0.0)
         key = tl.load(keys + row[:, None] * J + column[None, :], mask=mask, other=0.0)
         dots = tl.dot(key.to(DOT), tl.trans(queries), input_precision="ieee")
         score = _head_sum(dots, weight, QUERIES, HEADS, ROUND)
         if HAS_SCALES:
-            scale = tl.load(key_scales + row, mask=entry < most, other=0.0)
             score = score * scale[:, None]
         if HAS_VISIBLE:
             score = tl.where(entry[:, None] < seen[None, :], score, float("-inf"))
@@ -288,9 +384,9 @@ def packed_scores(
         batches,
     )
     _packed_scores[grid](
-        q.contiguous(),
+        q.contiguous().view(torch.int32),
         weights.contiguous(),
-        keys,
+        keys.view(torch.int32),
         table,
         visible.contiguous(),
         out,
@@ -305,6 +401,7 @@ def packed_scores(
         ENTRIES=tiling.entries,
         TILES=tiling.tiles,
         ASM=q.is_cuda if asm is None else asm,
+        TURNED=tiling.turned,
         DOT=tl.bfloat16 if q.is_cuda else tl.float32,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
@@ -364,3 +461,22 @@ def dense_scores(
         num_stages=tiling.stages,
     )
     return out
+
+
+def to_fp8(
+    rows: UInt8[Tensor, "rows row"],
+    num: int,
+    table: Int[Tensor, " pages"] | None = None,
+    per_page: int = 1,
+) -> tuple[Float[Tensor, "M J"], Float[Tensor, " M"]]:
+    """The first packed rows, or those of a table's pages, as E4M3 numbers and one scale each."""
+    codes = torch.empty(num, 128, dtype=torch.float8_e4m3fn, device=rows.device)
+    scales = torch.empty(num, dtype=torch.float32, device=rows.device)
+    if num:
+        _to_fp8[(triton.cdiv(num, 64),)](
+            *(rows.contiguous().view(torch.int32), table, codes, scales, num),
+            PER_PAGE=per_page,
+            HAS_TABLE=table is not None,
+            ROWS=64,
+        )
+    return codes, scales

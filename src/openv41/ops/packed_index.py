@@ -5,7 +5,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from openv41.ops._dispatch import op
-from openv41.ops.indexer import index_scores
+from openv41.ops.indexer import choose_candidates, index_scores, select_top_k
 from openv41.ops.quantize import BLOCK, dequantize_mxfp4
 
 
@@ -34,6 +34,30 @@ def packed_index_scores(  # noqa: PLR0917 -- addresses come with what they addre
     rows = torch.where(most[:, None] > 0, rows, 0)
     scores = index_scores(unpack_rows(q), weights.float(), unpack_rows(keys[rows]))
     return scores.masked_fill(entries >= visible[..., None], -torch.inf)
+
+
+@op
+def packed_index_choice(  # noqa: PLR0917 -- addresses come with what they address
+    q: UInt8[Tensor, "T I row"],
+    weights: Float[Tensor, "T I"],
+    keys: UInt8[Tensor, "rows row"],
+    table: Int[Tensor, " pages"],
+    visible: Int[Tensor, " T"],
+    per_page: int,
+    num_entries: int,
+    k: int,
+    num_blocks: int = 0,
+    block_size: int = 8,
+) -> tuple[Int[Tensor, "T K"], Int[Tensor, "T blocks"]]:
+    """Choose entries and candidate blocks for many queries of one request.
+
+    As ``select_top_k`` and ``choose_candidates`` do with the scores of ``packed_index_scores``.
+    """
+    scores = packed_index_scores(
+        q[None], weights[None], keys, table[None], visible[None], per_page, num_entries
+    )[0]
+    pool = choose_candidates(scores, visible, num_blocks, block_size)
+    return select_top_k(scores, None, k, visible), pool
 
 
 def unpack_rows(packed: UInt8[Tensor, "*rows row"]) -> Float[Tensor, "*rows J"]:
