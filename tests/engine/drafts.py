@@ -97,8 +97,9 @@ def sure(tokens, vocab):
 class Script:
     """Drafts of which a chosen number holds; ``answers`` are by request, prompts included."""
 
-    def __init__(self, answers, holding, block_size=5):
-        self.answers, self.holding, self.block_size = answers, holding, block_size
+    def __init__(self, answers, holding, block_size=5, vocab=VOCAB):
+        self.answers, self.holding = answers, holding
+        self.block_size, self.vocab = block_size, vocab
 
     def __call__(self, request, position, token):
         known = self.answers[request]
@@ -106,7 +107,8 @@ class Script:
         right = known[position + 1 :][: self.block_size]
         right += [1] * (self.block_size - len(right))
         hold = self.holding(request, position)
-        return sure([t if k < hold else (t + 1) % 62 for k, t in enumerate(right)], VOCAB)
+        wrong = self.vocab - 2  # never the image token
+        return sure([t if k < hold else (t + 1) % wrong for k, t in enumerate(right)], self.vocab)
 
 
 def plain_answers(model, requests, **options):

@@ -101,7 +101,7 @@ class Engine:
         self.model, self.tokenizer, self.config = model, tokenizer, config
         weight = model.norm.weight
         self.device = weight.device
-        drafter = drafter if config.speculation else None
+        drafter = (drafter or model.drafter) if config.speculation else None
         self.store = PagedStore(
             model.config,
             model.numerics,
