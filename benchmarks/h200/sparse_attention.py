@@ -83,13 +83,13 @@ def packed_error(given: Inputs, out: Tensor) -> float:
     return relative_error(out[picked], want)
 
 
-def tiled(heads: int, rows: int, warps: int, stages: int, parts: int) -> Callable[..., Tensor]:
+def tiled(*sizes: int) -> Callable[..., Tensor]:
     """The packed kernel in other sizes."""
 
     def run(**given: object) -> Tensor:
         from openv41.ops import packed_sparse_attention_triton as file  # noqa: PLC0415
 
-        return file.attend(**given, tiling=file.Tiling(heads, rows, warps, stages, parts))
+        return file.attend(**given, tiling=file.Tiling(*sizes))
 
     return run
 
@@ -97,14 +97,14 @@ def tiled(heads: int, rows: int, warps: int, stages: int, parts: int) -> Callabl
 def packed_row(tokens: int, heads: int, rows: int, goals: tuple[Goal, ...], peer: str) -> Row:
     """Attention from packed rows."""
     parts = max(1, min(10, 132 // tokens))
-    sizes = {64: [(64, 8, 2), (64, 8, 4), (32, 8, 3)], 16: [(64, 4, 2), (32, 4, 2), (32, 8, 2)]}
+    sizes = {64: [(64, 8, 3), (32, 8, 3)], 16: [(64, 4, 2), (32, 4, 2), (32, 8, 2)]}
     variants = {
         f"{k} rows, {w} warps, {s} stages": tiled(heads, k, w, s, parts)
         for k, w, s in sizes[heads]
         if tokens in {64, 256, 8192}
     }
     if tokens <= 8:
-        variants["5 parts"] = tiled(heads, 64, 8, 3, 5)
+        variants["5 parts"] = tiled(heads, 64, 8, 3, 5, 1)
     shape = {"T": tokens, "heads": heads, "keys": f"{NEAR}+{FAR}", "rows": rows}
     return Row(
         op="packed_sparse_attention",

@@ -158,7 +158,7 @@ def test_refuses_what_it_cannot_take(kernels, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(1, 64), (8, 64), (64, 64), (131, 64), (9, 16), (300, 16)])
+@pytest.mark.parametrize("shape", [(1, 64), (8, 64), (64, 64), (131, 64), (5, 40), (9, 16)])
 def test_released_widths(kernels, device, shape):
     """128 + 512 packed rows: within 2 ulp of the dequantised rows, and twice the same bits."""
     T, H = shape

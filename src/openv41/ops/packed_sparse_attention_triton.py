@@ -6,8 +6,7 @@ kernel joins in one order. 256 queries of 64 heads over 128 + 512 rows read 88 M
 27 us at 788 TFLOP/s; 8192 take 872 us.
 
 Keys are held at 2^-8 of their value, so that scale and shift of the E2M1 bits are one bfloat16
-factor; scores and sums are multiplied by 2^8, which is exact. Even and odd columns are apart, as
-the nibbles of a byte are.
+factor; scores and sums are multiplied by 2^8, which is exact.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -19,7 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from openv41.ops import packed_sparse_attention_hopper_triton as hopper
 from openv41.ops._dispatch import kernel
+from openv41.ops.packed_sparse_attention_hopper_triton import CHANNELS, HEADS, WARPS
 from openv41.ops.sparse_attention_triton import LOG2E, NONE, join_sink, read_list
 
 SHRUNK: tl.constexpr = tl.constexpr(256.0)  # keys are held at 1 / SHRUNK
@@ -84,10 +85,12 @@ class Tiling(NamedTuple):
     warps: int
     stages: int
     parts: int
+    on_hopper: bool = False  # the kernel whose layouts are chosen for it
 
 
 def tiling_of(q: Tensor, listed: int, *, deterministic: bool) -> Tiling:
     """Fill the multiprocessors; a query's bits depend on nothing else if they have to."""
+    on_hopper = q.dtype == torch.bfloat16 and q.shape[2] == CHANNELS and q.shape[1] > HEADS // 2
     heads = min(64, max(16, triton.next_power_of_2(q.shape[1])))
     rows, warps, stages = (64, 8, 3) if heads == 64 else (32, 4, 3)
     if q.element_size() == 4:
@@ -95,7 +98,12 @@ def tiling_of(q: Tensor, listed: int, *, deterministic: bool) -> Tiling:
     programs = len(q) * triton.cdiv(q.shape[1], heads)
     blocks = max(1, triton.cdiv(listed, rows))
     parts = 1 if deterministic else min(blocks, max(1, PROGRAMS // max(programs, 1)))
-    return Tiling(heads, rows, warps, stages, triton.cdiv(blocks, triton.cdiv(blocks, parts)))
+    parts = triton.cdiv(blocks, triton.cdiv(blocks, parts))
+    return Tiling(heads, rows, warps, stages, parts, on_hopper and _is_hopper(q.device))
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _refuse(q, window, window_rows, main, main_rows, sink, scale, **_) -> str | None:
@@ -144,30 +152,46 @@ def attend(q, window, window_rows, main, main_rows, sink, scale, tiling: Tiling)
         return out
     sums = out if parts == 1 else out.new_empty(count, parts, heads, width, dtype=torch.float32)
     lse = out.new_empty(count, parts, heads, dtype=torch.float32)
-    _attend[count, triton.cdiv(heads, tiling.heads), parts](
-        q,
-        window.view(torch.int16),
-        main,
-        window_rows.contiguous(),
-        main_rows.contiguous(),
-        sink,
-        sums,
-        lse,
-        scale * LOG2E * SHRUNK.value,
-        heads,
-        window_rows.shape[1],
-        main_rows.shape[1],
-        *q.stride(),
-        window.stride(0) // 2,
-        main.stride(0),
-        C=width,
-        BLOCK_H=tiling.heads,
-        BLOCK_K=tiling.rows,
-        IS_WHOLE=parts == 1,
-        IN_REGISTERS=q.is_cuda and q.dtype == torch.bfloat16,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
-    )
+    given = {
+        "q_ptr": q if q.stride(2) == 1 else q.contiguous(),
+        "window_ptr": window.view(torch.int16),
+        "main_ptr": main,
+        "window_rows": window_rows.contiguous(),
+        "main_rows": main_rows.contiguous(),
+        "sink_ptr": sink,
+        "out_ptr": sums,
+        "lse_ptr": lse,
+        "scale": scale * LOG2E * SHRUNK.value,
+        "H": heads,
+        "W": window_rows.shape[1],
+        "K": main_rows.shape[1],
+        "window_stride": window.stride(0) // 2,
+        "main_stride": main.stride(0),
+        "IS_WHOLE": parts == 1,
+    }
+    given["q_t"], given["q_h"], _ = given["q_ptr"].stride()
+    grid = count, triton.cdiv(heads, tiling.heads), parts
+    if tiling.on_hopper:
+        hopper.attend[grid](
+            **given,
+            bytes_ptr=window,
+            FP4=FP4,
+            FP8=FP8,
+            FACTOR=FP4_FACTOR,
+            SHRUNK=SHRUNK,
+            NONE=NONE,
+            num_warps=WARPS,
+        )
+    else:
+        _attend[grid](
+            **given,
+            C=width,
+            BLOCK_H=tiling.heads,
+            BLOCK_K=tiling.rows,
+            IN_REGISTERS=q.is_cuda and q.dtype == torch.bfloat16,
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
+        )
     if parts > 1:
         _join[count, heads](
             sums, lse, sink, out, heads, parts, C=width, PARTS=triton.next_power_of_2(parts)
@@ -254,21 +278,17 @@ def _window(window_ptr, stride, rows, C: tl.constexpr, IN_REGISTERS: tl.constexp
 
 @triton.jit
 @no_type_check
-def _fold(q_even, q_odd, even, odd, rows, scale, top, total, sum_even, sum_odd, C: tl.constexpr):
+def _fold(q, even, odd, rows, scale, top, total, acc, C: tl.constexpr):
     """Take a block of rows into a running softmax."""
-    even = tl.reshape(even, [even.shape[0], C // 2]).to(q_even.dtype)
-    odd = tl.reshape(odd, [odd.shape[0], C // 2]).to(q_even.dtype)
-    s = tl.dot(q_even, tl.trans(even), input_precision="ieee")
-    s = tl.dot(q_odd, tl.trans(odd), s, input_precision="ieee") * scale
+    kv = tl.reshape(tl.join(even, odd), [even.shape[0], C]).to(q.dtype)
+    s = tl.dot(q, tl.trans(kv), input_precision="ieee") * scale
     s = tl.where(rows[None, :] >= 0, s, -float("inf"))
     new = tl.maximum(top, tl.max(s, 1))
     p = tl.exp2(s - new[:, None])
     shrink = tl.exp2(top - new)
     total = total * shrink + tl.sum(p, 1)
-    p = p.to(q_even.dtype)
-    sum_even = tl.dot(p, even, sum_even * shrink[:, None], input_precision="ieee")
-    sum_odd = tl.dot(p, odd, sum_odd * shrink[:, None], input_precision="ieee")
-    return new, total, sum_even, sum_odd
+    acc = tl.dot(p.to(q.dtype), kv, acc * shrink[:, None], input_precision="ieee")
+    return new, total, acc
 
 
 @triton.jit
@@ -288,7 +308,6 @@ def _attend(
     K,
     q_t,
     q_h,
-    q_c,
     window_stride,
     main_stride,
     C: tl.constexpr,
@@ -299,38 +318,31 @@ def _attend(
 ):
     t, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(2), tl.num_programs(2)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    columns, halves = tl.arange(0, C)[None, :], tl.arange(0, C // 2)[None, :] * 2
-    # Loaded apart, not split: so the matrix units read them from shared memory.
-    at = q_ptr + t * q_t + heads[:, None] * q_h + halves * q_c
-    q_even = tl.load(at, mask=heads[:, None] < H, other=0.0)
-    q_odd = tl.load(at + q_c, mask=heads[:, None] < H, other=0.0)
+    columns = tl.arange(0, C)[None, :]
+    at = q_ptr + t * q_t + heads[:, None] * q_h + columns
+    q = tl.load(at, mask=heads[:, None] < H, other=0.0)
     top = tl.full([BLOCK_H], 2 * NONE, tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
-    sum_even = tl.zeros([BLOCK_H, C // 2], tl.float32)
-    sum_odd = tl.zeros([BLOCK_H, C // 2], tl.float32)
+    acc = tl.zeros([BLOCK_H, C], tl.float32)
     near, far = tl.cdiv(W, BLOCK_K), tl.cdiv(K, BLOCK_K)
     share = tl.cdiv(near + far, parts)
     first = part * share
     for block in range(tl.minimum(first, near), tl.minimum(first + share, near)):
         rows = read_list(window_rows + t * W, block * BLOCK_K, W, BLOCK_K)
         even, odd = _window(window_ptr, window_stride, rows, C, IN_REGISTERS)
-        top, total, sum_even, sum_odd = _fold(
-            q_even, q_odd, even, odd, rows, scale, top, total, sum_even, sum_odd, C
-        )
+        top, total, acc = _fold(q, even, odd, rows, scale, top, total, acc, C)
     last = tl.minimum(first + share - near, far)
     for block in range(tl.maximum(first - near, 0), last):
         rows = read_list(main_rows + t * K, block * BLOCK_K, K, BLOCK_K)
         even, odd = _main(main_ptr, main_stride, rows, C, IN_REGISTERS)
-        top, total, sum_even, sum_odd = _fold(
-            q_even, q_odd, even, odd, rows, scale, top, total, sum_even, sum_odd, C
-        )
+        top, total, acc = _fold(q, even, odd, rows, scale, top, total, acc, C)
     if IS_WHOLE:
         factor, _ = join_sink(sink_ptr, heads, H, top, total)
     else:
         factor = 1 / tl.where(total > 0, total, 1)
         lse = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1)), 2 * NONE)
         tl.store(lse_ptr + (t * parts + part) * H + heads, lse, mask=heads < H)
-    sums = tl.reshape(tl.join(sum_even, sum_odd), [BLOCK_H, C]) * (factor * SHRUNK)[:, None]
+    sums = acc * (factor * SHRUNK)[:, None]
     into = out_ptr + ((t * parts + part) * H + heads[:, None]) * C + columns
     tl.store(into, sums.to(out_ptr.dtype.element_ty), mask=heads[:, None] < H)
 
