@@ -80,7 +80,7 @@ def decode(shape: Shape) -> Case:
 
 def prefill(shape: Shape) -> Case:
     """640 keys of each query out of bfloat16 KV."""
-    tokens, rows = int(shape["T"]), int(shape.get("kv_rows", 16_384))
+    tokens, rows = int(shape["T"]), int(shape.get("rows", 16_384))
     operator = torch.ops.sgl_kernel.sparse_prefill_fwd.default
     kv, q = randn(rows, 1, WIDTH).bfloat16(), randn(tokens, HEADS, WIDTH).bfloat16()
     sink, behind = randn(HEADS), rows - tokens

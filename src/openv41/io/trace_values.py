@@ -41,8 +41,9 @@ def selection_margins(
 
 def visible_entries(scores: Tensor, ratio: int) -> Bool[Tensor, "T M"]:
     """Entries whose group is complete at each token of a request that starts at position 0."""
-    complete = (torch.arange(len(scores)) + 1) // ratio
-    return torch.arange(scores.shape[1]) < complete[:, None]
+    device = scores.device
+    complete = (torch.arange(len(scores), device=device) + 1) // ratio
+    return torch.arange(scores.shape[1], device=device) < complete[:, None]
 
 
 def margin_of(scores: Float[Tensor, "T M"], count: int) -> Float[Tensor, " T"]:

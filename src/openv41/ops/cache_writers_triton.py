@@ -166,13 +166,12 @@ def _round(quotient, FORM: tl.constexpr):
     if FORM == 0:
         code, value = _round_e4m3(size)
         code = tl.where(_is_nan(size), 0x7F, code)
-        sign_bit: tl.constexpr = 128
     else:
         if FORM == 1:
             size = tl.minimum(size, 6.0)
         code, value = _round_e2m1(size)
         code = tl.where(_is_nan(size), 0, code)
-        sign_bit: tl.constexpr = 8
+    sign_bit: tl.constexpr = 128 if FORM == 0 else 8
     is_negative = quotient.to(tl.int32, bitcast=True) < 0
     value = tl.where(_is_nan(size), size, value)
     # Not -value, which is 0 - value and loses the sign of zero.
@@ -247,14 +246,13 @@ def _write_latents(
     even_code, even_value = _round(even, FORM)
     odd_code, odd_value = _round(odd, FORM)
 
+    CODES: tl.constexpr = C if FORM == 0 else C // 2
     place = tl.load(places + t, mask=t < T, other=-1).to(tl.int64)
     kept = (place >= 0)[:, None]
     row = stored + place[:, None] * stored_stride
     if FORM == 0:
-        CODES: tl.constexpr = C
         codes = tl.reshape(tl.join(even_code, odd_code), (ROWS, CODES))
     else:
-        CODES: tl.constexpr = C // 2
         codes = tl.reshape(even_code | (odd_code << 4), (ROWS, CODES))
     tl.store(row + tl.arange(0, CODES)[None], codes.to(tl.uint8), mask=kept)
     tl.store(row + CODES + tl.arange(0, BLOCKS)[None], scale_byte.to(tl.uint8), mask=kept)
