@@ -273,6 +273,30 @@ def test_listed_rows_of_no_keys_have_a_gradient_of_zeros(device):
     assert parts[0].grad.abs().max() == 0
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (5, 7)])
+def test_divergence_and_its_gradient(device, shape):
+    """A query without entries, one without mass, places of no entry."""
+    scores, mass = torch.randn(shape), torch.rand(shape)
+    if all(shape):
+        scores[:, 5:], mass[:, 5:] = -INF, 0.0
+        scores[1], mass[1], mass[2] = -INF, 0.0, 0.0
+        mass[3, 2] = 0.0
+    exact = scores.double().requires_grad_()
+    want = reference.selection_divergence.reference(exact, mass.double())
+    (want * 3).backward()
+    ours = scores.to(device).requires_grad_()
+    got = indexer_triton.selection_divergence.run(ours, mass.to(device))
+    (got * 3).backward()
+    assert_close("divergence", got.cpu(), want.float(), rtol=1e-5, atol=1e-6)
+    assert_close("gradient", ours.grad.cpu(), exact.grad.float(), rtol=1e-5, atol=1e-6)
+    total = sum(
+        oracle.divergence(row.tolist(), part.tolist())
+        for row, part in zip(scores.nan_to_num(neginf=-1e30), mass, strict=True)
+        if len(row)
+    )
+    assert got.item() == pytest.approx(total, rel=1e-5, abs=1e-6)
+
+
 def test_refusals_say_why():
     refuse = indexer_triton.index_scores.refuse
     q, weights, keys = torch.randn(1, 1, 2, 8), torch.randn(1, 1, 2), torch.randn(1, 3, 8)

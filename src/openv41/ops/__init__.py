@@ -5,7 +5,14 @@ from openv41.ops.acceptance import accept_block, accept_drafts, choose_tokens, r
 from openv41.ops.cache_writers import write_latents
 from openv41.ops.compressor import pool_group
 from openv41.ops.cross_entropy import linear_cross_entropy
-from openv41.ops.engram import DEAD, add_gated, engram_gate, hash_ngrams
+from openv41.ops.engram import (
+    DEAD,
+    add_gated,
+    engram_gate,
+    engram_update,
+    hash_ngrams,
+    lookup_ngrams,
+)
 from openv41.ops.experts import (
     choose_experts,
     expert_weights,
@@ -56,6 +63,7 @@ __all__ = [
     "count_ids",
     "doubly_stochastic",
     "engram_gate",
+    "engram_update",
     "expert_weights",
     "grouped_linear",
     "hash_ngrams",
@@ -66,6 +74,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "linear_reverse_kl",
+    "lookup_ngrams",
     "mask_pool",
     "mega_mhc",
     "merge_pools",

@@ -1,11 +1,12 @@
 """Hashed n-gram memory: row ids and the gate. Report §2.4.2."""
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from openv41.ops._dispatch import op
 from openv41.ops.deterministic import elementwise
+from openv41.ops.quantize import dequantize_fp8_rows
 
 DEAD = -1  # compressed id of an image position, and of what stands before the sequence
 
@@ -31,6 +32,24 @@ def hash_ngrams(
         mixed = mixed ^ terms[:, order + 1]
         rows.append(mixed[:, None] % primes[order] + offsets[order])
     return torch.cat(rows, dim=1)
+
+
+@op
+def lookup_ngrams(  # noqa: PLR0917 -- the arguments of hash_ngrams, then the table
+    recent: Int[Tensor, "T reach"],
+    multipliers: Int[Tensor, " reach"],
+    primes: Int[Tensor, "G Q"],
+    offsets: Int[Tensor, "G Q"],
+    pad_id: int,
+    codes: Float[Tensor, "rows W"],
+    scales: Shaped[Tensor, "rows blocks"],
+    dtype: torch.dtype,
+) -> Float[Tensor, "T G*Q*W"]:
+    """Values of the table rows that ``hash_ngrams`` gives, joined; E4M3 codes in blocks of 32."""
+    rows = hash_ngrams(recent, multipliers, primes, offsets, pad_id).flatten()
+    found = (x.view(torch.uint8).index_select(0, rows).view(x.dtype) for x in (codes, scales))
+    values = dequantize_fp8_rows(*found, dtype)
+    return values.view(len(recent), primes.numel() * codes.shape[1])
 
 
 @op
@@ -63,3 +82,22 @@ def add_gated(
 ) -> Float[Tensor, "T N D"]:
     """Add the same value to every stream, each through its own gate; rounded once."""
     return (x.to(gate.dtype) + gate[..., None] * value.to(gate.dtype)[:, None]).to(x.dtype)
+
+
+@op
+def engram_update(  # noqa: PLR0917 -- the arguments of engram_gate and add_gated
+    x: Float[Tensor, "T N D"],
+    key: Float[Tensor, "T N D"],
+    value: Float[Tensor, "T D"],
+    q_weight: Float[Tensor, "N D"],
+    k_weight: Float[Tensor, "N D"],
+    eps: float,
+    is_image: Bool[Tensor, " T"] | None = None,
+    *,
+    deterministic: bool = False,
+) -> Float[Tensor, "T N D"]:
+    """Add the value to every stream through ``engram_gate``; image rows pass unchanged."""
+    gate = engram_gate(x, key, q_weight, k_weight, eps, deterministic=deterministic)
+    if is_image is not None:
+        gate = gate.masked_fill(is_image[:, None], 0)
+    return add_gated(x, gate, value)

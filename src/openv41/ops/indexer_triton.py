@@ -11,11 +11,13 @@ from torch import Tensor
 
 from openv41.ops import selected_scores_triton, top_k_triton
 from openv41.ops._dispatch import kernel, wants_gradient
+from openv41.ops.divergence_triton import SelectionDivergence
 from openv41.ops.index_scores_triton import dense_scores
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 128  # heads of a query, and channels of a key
 BLOCKS_AT_ONCE = 512
+MOST_SELECTED = 8192  # entries of a query, in the divergence
 
 
 def _refuse_scores(q, weights, keys, *others, deterministic=False) -> str | None:
@@ -71,6 +73,24 @@ def selected_scores(
         out: Tensor = selected_scores_triton.SelectedScores.apply(*inputs, rounded)
         return out
     return selected_scores_triton.forward(*inputs, rounded=rounded)
+
+
+def _refuse_divergence(scores, mass) -> str | None:
+    """Say what the divergence kernels cannot take."""
+    if scores.dtype not in DTYPES or mass.dtype not in DTYPES:
+        return f"scores are {scores.dtype}, masses {mass.dtype}"
+    if wants_gradient(mass):
+        return "the masses want a gradient"
+    if scores.shape[1] > MOST_SELECTED:
+        return f"a query has {scores.shape[1]} entries, more than {MOST_SELECTED}"
+    return None
+
+
+@kernel(refuse=_refuse_divergence, has_backward=True)
+def selection_divergence(scores: Tensor, mass: Tensor) -> Tensor:
+    """A query at a time."""
+    out: Tensor = SelectionDivergence.apply(scores, mass)
+    return out
 
 
 def _refuse_choice(scores, allowed, k, visible=None) -> str | None:
