@@ -94,16 +94,16 @@ def _put_main(codes_in, scales_in, even_into, odd_into, FP4: gl.constexpr, FACTO
 def _put_window(
     window_ptr, bytes_ptr, stride, rows_ptr, block, count, even_into, odd_into, FP8: gl.constexpr
 ):
-    """Read and dequantise window KV into shared memory."""
+    """Read and dequantise window KV into shared memory; ``stride`` is in units of 16 bytes."""
     rows = _rows(rows_ptr, block, count, gl.SliceLayout(1, _ROW))
-    row = window_ptr + rows.to(gl.int64)[:, None] * stride
+    row = window_ptr + rows.to(gl.int64)[:, None] * (stride * 8)
     columns = gl.arange(0, _HALF, gl.SliceLayout(0, _ROW))
     codes = gl.load(row + columns[None, :], mask=(rows >= 0)[:, None], other=0)
     codes = gl.convert_layout(gl.reshape(codes, [_K, _C // 32, 16]), _WINDOW)
     scale_layout: gl.constexpr = gl.SliceLayout(2, _WINDOW)
     rows = gl.convert_layout(rows, gl.SliceLayout(1, scale_layout))
     groups = gl.arange(0, _C // 32, gl.SliceLayout(0, scale_layout))
-    row = bytes_ptr + rows.to(gl.int64)[:, None] * (stride * 2) + _C
+    row = bytes_ptr + rows.to(gl.int64)[:, None] * (stride * 16) + _C
     byte = gl.load(row + groups[None, :], mask=(rows >= 0)[:, None], other=0).to(gl.int32)
     bits = gl.where(byte == 0, 0x00400000, gl.where(byte == 255, 0x7FC00000, byte << 23))
     factor = bits.to(gl.float32, bitcast=True).to(gl.bfloat16)

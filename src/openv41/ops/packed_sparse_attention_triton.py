@@ -165,26 +165,29 @@ def attend(q, window, window_rows, main, main_rows, sink, scale, tiling: Tiling)
         "H": heads,
         "W": window_rows.shape[1],
         "K": main_rows.shape[1],
-        "window_stride": window.stride(0) // 2,
         "main_stride": main.stride(0),
         "IS_WHOLE": parts == 1,
     }
     given["q_t"], given["q_h"], _ = given["q_ptr"].stride()
     grid = count, triton.cdiv(heads, tiling.heads), parts
-    if tiling.on_hopper:
+    step = 8 if window.stride(0) % 16 == 0 else 1  # known to be whole, rows are read in one go
+    if tiling.on_hopper and step == 8:
         hopper.attend[grid](
             **given,
             bytes_ptr=window,
-            FP4=FP4,
-            FP8=FP8,
-            FACTOR=FP4_FACTOR,
-            SHRUNK=SHRUNK,
-            NONE=NONE,
+            window_stride=window.stride(0) // 16,
+            FP4=FP4.value,
+            FP8=FP8.value,
+            FACTOR=FP4_FACTOR.value,
+            SHRUNK=SHRUNK.value,
+            NONE=NONE.value,
             num_warps=WARPS,
         )
     else:
         _attend[grid](
             **given,
+            window_stride=window.stride(0) // (2 * step),
+            STEP=step,
             C=width,
             BLOCK_H=tiling.heads,
             BLOCK_K=tiling.rows,
@@ -310,6 +313,7 @@ def _attend(
     q_h,
     window_stride,
     main_stride,
+    STEP: tl.constexpr,
     C: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -329,7 +333,7 @@ def _attend(
     first = part * share
     for block in range(tl.minimum(first, near), tl.minimum(first + share, near)):
         rows = read_list(window_rows + t * W, block * BLOCK_K, W, BLOCK_K)
-        even, odd = _window(window_ptr, window_stride, rows, C, IN_REGISTERS)
+        even, odd = _window(window_ptr, window_stride * STEP, rows, C, IN_REGISTERS)
         top, total, acc = _fold(q, even, odd, rows, scale, top, total, acc, C)
     last = tl.minimum(first + share - near, far)
     for block in range(tl.maximum(first - near, 0), last):
