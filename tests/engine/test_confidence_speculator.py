@@ -112,6 +112,17 @@ def test_confidences_that_promise_too_much_are_not_trusted_for_long():
     assert play.drafted < 60
 
 
+def test_promises_that_are_half_kept_get_half_the_rows():
+    budgets = []
+    for chance in (0.95, 0.5):
+        play = Play(ConfidenceSpeculator(table(0.12, 0.01), num_drafts=DRAFTS))
+        for _ in range(100):
+            play.step([1, 2], chance, told=0.95)
+        budgets.append(play.speculator.budget)
+    assert budgets[0] == 10
+    assert 0 < budgets[1] < 10
+
+
 def test_rows_go_to_the_request_whose_drafts_survive():
     play = Play(ConfidenceSpeculator(table(0.2, 0.0), num_drafts=DRAFTS))
     chances = np.array([[0.95] * DRAFTS, [0.05] * DRAFTS])

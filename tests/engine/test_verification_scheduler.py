@@ -100,6 +100,15 @@ def test_dearer_rows_mean_fewer_of_them():
     assert budgets[0] > budgets[2] > budgets[-1] == 0
 
 
+def test_a_candidate_that_changes_nothing_ends_the_search():
+    assert early_stop(np.ones((1, 2)), np.array([1.0, 2.0, 2.5])).tolist() == [0]
+    assert best_budget(np.ones((1, 1)), np.array([1.0, 2.0])) == 0
+
+
+def test_many_equal_candidates_are_in_order_too():
+    assert admit(np.ones((100, 3)), 150).tolist() == [2] * 50 + [1] * 50
+
+
 @pytest.mark.parametrize("shape", [(0, 5), (3, 5), (3, 0)])
 def test_nothing_to_verify(shape):
     nothing, seconds = np.zeros(shape), np.ones(shape[0] * shape[1] + 1)

@@ -77,9 +77,14 @@ class FakeBackend:
             engram_hits=17,
             engram_bytes=18,
             engram_stalls=19,
+            draft_steps=9,
+            draft_budget=3,
             draft_rounds=23,
             drafts_verified=(23, 20),
             drafts_accepted=(12, 8),
+            draft_acceptance=(0.5, 0.25),
+            mean_accepted_length=2.5,
+            wasted_rows=24,
         )
 
     async def stream(self, request):

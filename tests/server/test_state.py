@@ -46,6 +46,8 @@ def test_figures_of_the_engine(server):
     assert found["openv41_engram_stalls_total",] == 19
     assert found["openv41_running",] == 0
     assert found["openv41_draft_rounds_total",] == 23
+    assert found["openv41_draft_budget",] == 3
+    assert found["openv41_draft_acceptance", "2"] == 0.25
     assert found["openv41_drafts_accepted_total", "2"] == 8
     names = {name for name, *_ in found}
     for figure in FIGURES:
@@ -54,7 +56,9 @@ def test_figures_of_the_engine(server):
 
 
 def test_every_figure_of_the_engine_is_shown():
-    assert {figure.name for figure in FIGURES} == {field.name for field in fields(EngineStats)}
+    derived = {name for name, value in vars(EngineStats).items() if isinstance(value, property)}
+    known = {field.name for field in fields(EngineStats)} | derived
+    assert {figure.name for figure in FIGURES} == known
 
 
 def test_figures_of_requests(server):

@@ -16,6 +16,8 @@ from openv41.cli.ui import err, note
 from openv41.engine.engine import Engine, EngineConfig
 from openv41.engine.paged_store import CacheConfig
 from openv41.engine.sampler import SamplingConfig
+from openv41.engine.scheduled_verification import schedule_verification
+from openv41.engine.speculation import SpeculationConfig
 from openv41.errors import OpenV41Error
 from openv41.prompt.messages import effort_number
 
@@ -38,6 +40,9 @@ def chat(
     numerics: Annotated[
         Numerics | None, typer.Option(help="Where to round; else as it is stored.")
     ] = None,
+    speculation: Annotated[
+        bool, typer.Option(help="Draft tokens, where the checkpoint can.")
+    ] = True,
     device: Annotated[str, typer.Option(help="Where to run, such as cpu or cuda.")] = "cpu",
 ) -> None:
     """Talk with a checkpoint; earlier turns are found in the prefix cache."""
@@ -47,10 +52,13 @@ def chat(
         sampling=sampling, max_tokens=max_tokens, system=system, thinking=thinking, effort=amount
     )
     rounding = None if numerics is None else numerics.value
-    config = EngineConfig(cache=CacheConfig(max_requests=1))
+    config = EngineConfig(
+        cache=CacheConfig(max_requests=1), speculation=SpeculationConfig() if speculation else None
+    )
     engine = Engine.load(
         checkpoint, config=config, numerics=rounding, device=resolve_device(device)
     )
+    schedule_verification(engine, checkpoint)
     if isinstance(sys.stdin, TextIOWrapper):  # else a line that is not UTF-8 takes others with it
         sys.stdin.reconfigure(errors="surrogateescape")
     note(f"{checkpoint.resolve().name}: {COMMANDS}")

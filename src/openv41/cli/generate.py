@@ -12,6 +12,8 @@ from openv41.engine.engine import Engine, EngineConfig
 from openv41.engine.paged_store import CacheConfig
 from openv41.engine.request import FinishReason, Request
 from openv41.engine.sampler import SamplingConfig
+from openv41.engine.scheduled_verification import schedule_verification
+from openv41.engine.speculation import SpeculationConfig
 from openv41.errors import OpenV41Error
 from openv41.io.hf_config import read_config
 from openv41.io.tokenizer import load_tokenizer
@@ -33,6 +35,9 @@ def generate(
     prefill: Annotated[
         PrefillMode, typer.Option(help="How much of the decoder a prompt needs.")
     ] = PrefillMode.EXACT,
+    speculation: Annotated[
+        bool, typer.Option(help="Draft tokens, where the checkpoint can.")
+    ] = True,
     device: Annotated[str, typer.Option(help="Where to run, such as cpu or cuda.")] = "cpu",
 ) -> None:
     """Continue a prompt; only the new text goes to stdout."""
@@ -44,9 +49,15 @@ def generate(
     request = Request(prompt=ids, max_tokens=min(max_tokens, room), sampling=sampling)
     num_pages = -(-(len(ids) + request.max_tokens) // CacheConfig().page_size)
     cache = CacheConfig(num_pages=num_pages, max_requests=1)
-    config = EngineConfig(cache=cache, prefill=prefill, prefix_cache=False)
+    config = EngineConfig(
+        cache=cache,
+        prefill=prefill,
+        prefix_cache=False,
+        speculation=SpeculationConfig() if speculation else None,
+    )
     rounding = None if numerics is None else numerics.value
     engine = Engine.load(checkpoint, config=config, numerics=rounding, device=place)
+    schedule_verification(engine, checkpoint)
     drawn, reason = 0, None
     for event in engine.stream(request):
         out.out(event.text, end="", highlight=False)

@@ -13,6 +13,8 @@ from openv41.cli.ui import note
 from openv41.engine.async_engine import AsyncEngine
 from openv41.engine.engine import Engine, EngineConfig
 from openv41.engine.paged_store import CacheConfig
+from openv41.engine.scheduled_verification import schedule_verification
+from openv41.engine.speculation import SpeculationConfig
 from openv41.errors import InputError
 from openv41.io.engram_store import EngramPlacement
 from openv41.model.prefill import PrefillMode
@@ -34,6 +36,11 @@ Engram = Annotated[EngramPlacement, typer.Option(help="Where the Engram tables a
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="Answers that no neighbour changes; slower.")
 ]
+Speculation = Annotated[bool, typer.Option(help="Draft tokens, where the checkpoint can.")]
+Profile = Annotated[
+    Path | None, typer.Option(help="Of 'dspark profile'; else the one beside the checkpoint.")
+]
+Calibration = Annotated[Path | None, typer.Option(help="Likewise, of 'dspark calibrate'.")]
 Pages = Annotated[int, typer.Option(help=f"Pages of the cache, for {CACHE.page_size} tokens each.")]
 CacheFolder = Annotated[Path | None, typer.Option(help="Keep prefixes here across restarts.")]
 Concurrency = Annotated[int, typer.Option(help="Sequences that are computed at once.")]
@@ -63,6 +70,9 @@ def serve(
     prefill: Prefill = PrefillMode.EXACT,
     engram: Engram = "resident",
     deterministic: Deterministic = False,
+    speculation: Speculation = True,
+    dspark_profile: Profile = None,
+    dspark_calibration: Calibration = None,
     pages: Pages = CACHE.num_pages,
     cache_folder: CacheFolder = None,
     max_concurrency: Concurrency = CACHE.max_requests,
@@ -97,15 +107,16 @@ def serve(
         engram=engram,
         deterministic=deterministic,
         disk_folder=cache_folder,
+        speculation=SpeculationConfig() if speculation else None,
     )
-    rounding = None if numerics is None else numerics.value
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
-    engine = Engine.load(
-        checkpoint, config=config, numerics=rounding, device=resolve_device(device)
+    rounding, place = None if numerics is None else numerics.value, resolve_device(device)
+    engine = Engine.load(checkpoint, config=config, numerics=rounding, device=place)
+    schedule_verification(
+        engine, checkpoint, profile=dspark_profile, calibration=dspark_calibration
     )
     name = name or checkpoint.resolve().name
-    address = (host, port)
-    _serve(engine, name, limits, address, api_key=api_key, allow_remote=allow_remote_images)
+    _serve(engine, name, limits, (host, port), api_key=api_key, allow_remote=allow_remote_images)
 
 
 def _serve(

@@ -31,7 +31,8 @@ def confidences(
     """sigmoid(z_k / T_k), exact at both ends."""
     scaled = logits.astype(np.float64) / temperatures
     small = np.exp(-np.abs(scaled))
-    return np.where(scaled >= 0, 1.0, small) / (1.0 + small)
+    found: Float[np.ndarray, "rounds X"] = np.where(scaled >= 0, 1.0, small) / (1.0 + small)
+    return found
 
 
 def fit_temperatures(

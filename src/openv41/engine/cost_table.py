@@ -79,11 +79,11 @@ class CostTable:
 
     def plain_seconds(self, requests: int) -> float:
         """Seconds of a step that draws one token for each request, without drafting."""
-        return float(self._at(np.array(self.plain), requests))
+        return self._at(np.array(self.plain), requests)
 
     def draft_seconds(self, requests: int) -> float:
         """Seconds that drafting for all requests adds to a step."""
-        undrafted = float(self._at(np.array(self.verify)[:, 0], requests))
+        undrafted = self._at(np.array(self.verify)[:, 0], requests)
         return max(0.0, undrafted - self.plain_seconds(requests))
 
     def step_seconds(self, requests: int, most: int) -> Float[np.ndarray, " sizes"]:
@@ -107,8 +107,8 @@ class CostTable:
         padded = np.array(self.tiers)[np.minimum(places, len(self.tiers) - 1)]
         return np.where(places < len(self.tiers), padded, rows)
 
-    def _at(self, times: Float[np.ndarray, " loads"], requests: int) -> np.float64:
-        return _extended(np.array(self.requests), times, np.array([requests]))[0]
+    def _at(self, times: Float[np.ndarray, " loads"], requests: int) -> float:
+        return float(_extended(np.array(self.requests), times, np.array([requests]))[0])
 
 
 def _extended(
@@ -117,7 +117,7 @@ def _extended(
     wanted: Int[np.ndarray, " asked"],
 ) -> Float[np.ndarray, " asked"]:
     """Interpolate linearly; go on with the last slope behind the last place."""
-    found = np.interp(wanted, places, values)
+    found: Float[np.ndarray, " asked"] = np.interp(wanted, places, values)
     if len(places) > 1:
         slope = (values[-1] - values[-2]) / (places[-1] - places[-2])
         found += np.maximum(wanted - places[-1], 0) * slope

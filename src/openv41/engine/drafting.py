@@ -34,6 +34,8 @@ class Drafting:
         self.drafter, self.speculator, self.config = drafter, speculator, config
         self._model, self._store = model, store
         self.is_on = True
+        self.steps = 0  # that drafted
+        self.budget = 0  # drafts that the last step of decoding requests verified
         self._round: dict[int, int] = {}  # drafts that hold, by request that was drafted for
         self._lengths: dict[int, int] = {}
 
@@ -43,6 +45,7 @@ class Drafting:
         ``room`` is how many the step can take.
         """
         self._round, self._lengths = {}, {}
+        self.budget = 0
         limits = [self._limit(job) for job in jobs]
         if not (self.is_on and room > 0 and any(limits)):
             return {}
@@ -59,6 +62,7 @@ class Drafting:
         limits = [min(n, len(job.drafts)) for n, job in zip(limits, jobs, strict=True)]
         lengths = within(self.speculator.lengths(numbers, confidence, limits), room)
         self._lengths = dict(zip(numbers, lengths, strict=True))
+        self.steps, self.budget = self.steps + 1, sum(lengths)
         return self._lengths
 
     def learn(self, output: Output, jobs: Sequence[Job]) -> None:

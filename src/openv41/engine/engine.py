@@ -257,7 +257,12 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counters since the start, and what is held now; any thread may ask at any time."""
         return self.figures.stats(
-            self.model, self.store, self.scheduler, self.prefixes, self.images
+            self.model,
+            self.store,
+            self.scheduler,
+            self.prefixes,
+            self.images,
+            drafting=self.drafting,
         )
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from openv41.engine.drafting import Drafting
 from openv41.engine.images import ImageCache
 from openv41.engine.job import Job
 from openv41.engine.paged_store import PagedStore
@@ -33,12 +34,14 @@ class EngineStats:
     engram_hits: int
     engram_bytes: int
     engram_stalls: int
+    draft_steps: int
+    draft_budget: int  # drafts that the last step of decoding requests verified
     draft_rounds: int  # of all requests: rounds whose drafts were verified
     drafts_verified: tuple[int, ...]  # by position in the block, as the next one
     drafts_accepted: tuple[int, ...]
 
     @property
-    def acceptance(self) -> tuple[float, ...]:
+    def draft_acceptance(self) -> tuple[float, ...]:
         """Share of the drafts at each position that became part of an answer."""
         pairs = zip(self.drafts_accepted, self.drafts_verified, strict=True)
         return tuple(accepted / max(1, verified) for accepted, verified in pairs)
@@ -91,6 +94,8 @@ class Figures:
         scheduler: Scheduler,
         prefixes: PrefixCache,
         images: ImageCache,
+        *,
+        drafting: Drafting | None,
     ) -> EngineStats:
         """All figures at this moment.
 
@@ -117,6 +122,8 @@ class Figures:
             engram_hits=engram.hits,
             engram_bytes=engram.bytes_read,
             engram_stalls=engram.stalls,
+            draft_steps=0 if drafting is None else drafting.steps,
+            draft_budget=0 if drafting is None else drafting.budget,
             draft_rounds=self.draft_rounds,
             drafts_verified=tuple(self.drafts_verified),
             drafts_accepted=tuple(self.drafts_accepted),

@@ -61,7 +61,8 @@ def rates(
     """
     chances, _ = ordered(survivals)
     tokens = len(survivals) + np.concatenate([[0.0], np.cumsum(chances)])
-    return tokens / seconds[: len(tokens)]
+    found: Float[np.ndarray, " sizes"] = tokens / seconds[: len(tokens)]
+    return found
 
 
 def early_stop(

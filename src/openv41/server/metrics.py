@@ -43,9 +43,14 @@ FIGURES = (
     Figure("engram_hits", "counter", "Engram rows that were there before they were needed."),
     Figure("engram_bytes", "counter", "Bytes of Engram rows read."),
     Figure("engram_stalls", "counter", "Steps that waited for Engram rows."),
+    Figure("draft_steps", "counter", "Steps that drafted."),
+    Figure("draft_budget", "gauge", "Drafts that the last step of decoding requests verified."),
     Figure("draft_rounds", "counter", "Rounds of requests whose drafts were verified."),
     Figure("drafts_verified", "counter", "Drafts computed by the model, by position."),
     Figure("drafts_accepted", "counter", "Those of them that are part of an answer."),
+    Figure("draft_acceptance", "gauge", "Accepted over verified drafts, by position."),
+    Figure("mean_accepted_length", "gauge", "Tokens of a round, the one behind drafts included."),
+    Figure("wasted_rows", "counter", "Rows computed for drafts that did not hold."),
 )
 
 
@@ -105,7 +110,7 @@ class _EngineCollector(Collector):
 
 
 def _family(
-    figure: Figure, value: int | tuple[int, ...]
+    figure: Figure, value: float | tuple[float, ...]
 ) -> CounterMetricFamily | GaugeMetricFamily:
     family = CounterMetricFamily if figure.kind == "counter" else GaugeMetricFamily
     name = f"openv41_{figure.name}"

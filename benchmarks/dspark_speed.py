@@ -1,0 +1,184 @@
+"""Tokens per second with and without speculation, by load. Report §2.4.3.
+
+    openv41 dspark profile CHECKPOINT --device cuda
+    openv41 dspark calibrate CHECKPOINT --text HELDOUT --device cuda
+    python -m benchmarks.dspark_speed CHECKPOINT HELDOUT --device cuda
+
+Engines take turns on the same requests, forth and back; ratios are of neighbouring runs, and the
+spread is that of an engine without speculation beside itself.
+"""
+
+import argparse
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import matplotlib as mpl
+import torch
+
+from benchmarks.record import REPOSITORY, record
+from openv41.cli.dspark import answers_of, held_out_prompts
+from openv41.engine.dspark_files import Surroundings
+from openv41.engine.engine import Engine, EngineConfig
+from openv41.engine.paged_store import CacheConfig
+from openv41.engine.request import Answer, Request
+from openv41.engine.scheduled_verification import schedule_verification
+from openv41.engine.speculation import SpeculationConfig
+from openv41.engine.stats import EngineStats
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+
+LOADS = (1, 4, 16, 64)
+PROMPT_TOKENS = 64
+PER_LOAD = 3  # requests for each place
+PICTURE = REPOSITORY / "docs" / "pictures" / "dspark_speed.png"
+
+
+class Arms:
+    """Engines that differ in nothing but speculation; ``again`` is the first one once more."""
+
+    def __init__(self, checkpoint: Path, load: int, tokens: int, device: str) -> None:
+        pages = load * (-(-(PROMPT_TOKENS + tokens + 9) // CacheConfig().page_size) + 1)
+        cache = CacheConfig(num_pages=pages, max_requests=load)
+        plain = EngineConfig(cache=cache, prefix_cache=False, speculation=None)
+        drafting = EngineConfig(cache=cache, prefix_cache=False, speculation=SpeculationConfig())
+        none = Engine.load(checkpoint, config=plain, device=device)
+        every, scheduled = (Engine(none.model, none.tokenizer, drafting) for _ in range(2))
+        schedule_verification(scheduled, checkpoint)
+        self.engines = {"none": none, "scheduled": scheduled, "verify all": every, "again": none}
+
+
+def run(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[Answer]]:
+    """Tokens per second, from the first prompt to the last token."""
+    synchronize(engine)
+    start = time.perf_counter()
+    answers = engine.generate(requests)
+    synchronize(engine)
+    return sum(len(a.tokens) for a in answers) / (time.perf_counter() - start), answers
+
+
+def synchronize(engine: Engine) -> None:
+    """Wait for the device."""
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize(engine.device)
+
+
+def measure(checkpoint: Path, text: Path, options: argparse.Namespace) -> Iterator[dict]:
+    """A line for each load and engine."""
+    for load in options.loads:
+        arms = Arms(checkpoint, load, options.tokens, options.device)
+        count = PER_LOAD * load
+        prompts = held_out_prompts(checkpoint, text, count, PROMPT_TOKENS)
+        requests = answers_of(prompts, options.tokens, temperature=options.temperature)
+        for engine in arms.engines.values():
+            run(engine, requests[:load])  # warm
+        before = {name: engine.stats() for name, engine in arms.engines.items()}
+        speeds: dict[str, list[float]] = {name: [] for name in arms.engines}
+        repeated = {}
+        for turn in range(options.repeats):
+            names = list(arms.engines)
+            for name in names if turn % 2 == 0 else reversed(names):
+                speed, answers = run(arms.engines[name], requests)
+                speeds[name].append(speed)
+                repeated[name] = repeated_share(answers)
+        where = asdict(Surroundings.of(arms.engines["none"].model))
+        for name, engine in arms.engines.items():
+            ratios = [a / b for a, b in zip(speeds[name], speeds["none"], strict=True)]
+            yield {
+                "benchmark": "dspark_speed",
+                "label": options.label,
+                "device": where["device"],
+                "load": load,
+                "temperature": options.temperature,
+                "engine": name,
+                "tokens_per_second": statistics.median(speeds[name]),
+                "ratio": statistics.median(ratios),
+                "ratio_least": min(ratios),
+                "ratio_most": max(ratios),
+                "repeats": options.repeats,
+                "repeated_4_grams": repeated[name],
+                **speculation(before[name], engine.stats()),
+            }
+
+
+def speculation(before: EngineStats, after: EngineStats) -> dict[str, object]:
+    """What was drafted in between."""
+    rounds = after.draft_rounds - before.draft_rounds
+    verified = _gained(before.drafts_verified, after.drafts_verified)
+    accepted = _gained(before.drafts_accepted, after.drafts_accepted)
+    tokens = after.generated_tokens - before.generated_tokens
+    pairs = zip(accepted, verified, strict=True)
+    return {
+        "mean_accepted_length": 1 + sum(accepted) / max(1, rounds),
+        "acceptance": [a / max(1, v) for a, v in pairs],
+        "drafts_per_round": sum(verified) / max(1, rounds),
+        "tokens_from_drafts": sum(accepted) / max(1, tokens),
+        "drafting_steps": after.draft_steps - before.draft_steps,
+        "rounds": rounds,
+    }
+
+
+def _gained(before: Sequence[int], after: Sequence[int]) -> list[int]:
+    old = [*before, *[0] * (len(after) - len(before))]
+    return [b - a for a, b in zip(old, after, strict=True)]
+
+
+def repeated_share(answers: Sequence[Answer]) -> float:
+    """Share of 4-grams of tokens that an answer had before: looping text is easy to draft."""
+    repeated = total = 0
+    for answer in answers:
+        found = Counter(zip(*(answer.tokens[n:] for n in range(4)), strict=False))
+        total += sum(found.values())
+        repeated += sum(count - 1 for count in found.values())
+    return repeated / max(1, total)
+
+
+def draw(lines: Sequence[dict], out: Path) -> None:
+    """Draw the ratio to no speculation, and drafts per round, over the load."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
+    for name, colour in (("scheduled", "black"), ("verify all", "#e07b00"), ("again", "#9aa4af")):
+        rows = [line for line in lines if line["engine"] == name]
+        loads, ratios = [r["load"] for r in rows], [r["ratio"] for r in rows]
+        label = {"again": "no speculation, again"}.get(name, name)
+        left.plot(loads, ratios, marker="o", color=colour, label=label)
+        left.fill_between(
+            loads,
+            [r["ratio_least"] for r in rows],
+            [r["ratio_most"] for r in rows],
+            color=colour,
+            alpha=0.15,
+        )
+        if name != "again":
+            right.plot(loads, [r["drafts_per_round"] for r in rows], marker="o", color=colour)
+    left.set(xlabel="requests at once", ylabel="tokens/s to no speculation")
+    right.set(xlabel="requests at once", ylabel="drafts verified per request and round")
+    for axes in (left, right):
+        axes.set_xscale("log")
+        axes.set_xticks(LOADS, [str(load) for load in LOADS])
+    left.legend(fontsize=8)
+    figure.savefig(out, dpi=120)
+
+
+def main() -> None:
+    """Measure, write and draw."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.dspark_speed")
+    parser.add_argument("checkpoint", type=Path, help="with its profile and calibration beside it")
+    parser.add_argument("text", type=Path, help="held-out text")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tokens", type=int, default=128, help="of each answer")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--loads", type=int, nargs="+", default=LOADS)
+    parser.add_argument("--label", default="demo", help="of the model, in the record's name")
+    options = parser.parse_args()
+    name = f"dspark_speed_{options.label}"
+    found = record(name, measure(options.checkpoint, options.text, options))
+    draw(found, PICTURE.with_stem(name))
+
+
+if __name__ == "__main__":
+    main()
