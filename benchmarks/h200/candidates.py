@@ -20,11 +20,17 @@ class NotRunError(Exception):
 
 
 class Candidate:
-    """A checked function with its replays, one for each input set."""
+    """A checked function with its replays, one for each input set.
 
-    def __init__(self, name: str, runs: list[Run], error: float, *, graph: bool) -> None:
+    ``memory`` is what the replays read and write: a graph knows addresses, and keeps nothing alive.
+    """
+
+    def __init__(
+        self, name: str, runs: list[Run], error: float, *, graph: bool, memory: object
+    ) -> None:
         self.name = name
         self.error = error
+        self.memory = memory
         self.mode = "graph" if graph else "eager"
         self._runs = runs
 
@@ -42,7 +48,7 @@ def prepare(
 ) -> Candidate:
     """Check on every input set, capture, check the replay again; raises NotRunError."""
     mode: Mode = "reference" if name == "reference" else "required"
-    runs, errors, graph = [], [], True
+    runs, errors, graph, kept = [], [], True, []
     for inputs in sets:
         run = _in_mode(mode, function, inputs)
         try:
@@ -57,11 +63,12 @@ def prepare(
             clock.wait()
             errors.append(_checked(row, inputs, outputs))
             runs.append(replay)
+            kept.append(outputs)
         except NotRunError:
             raise
         except Exception as error:
             raise NotRunError(_last_lines(error)) from error
-    return Candidate(name, runs, max(errors), graph=graph)
+    return Candidate(name, runs, max(errors), graph=graph, memory=(sets, kept))
 
 
 def _in_mode(mode: Mode, function: Callable[..., Any], inputs: Inputs) -> Run:

@@ -32,6 +32,15 @@ class Clock:
         """Until all work is done; raises what a kernel did wrong."""
         torch.cuda.synchronize()
 
+    def is_alive(self) -> bool:
+        """Whether the GPU still runs work of this process; after a fault it does not."""
+        try:
+            torch.cuda.synchronize()
+            torch.zeros(1, device=self.device).item()
+        except RuntimeError:
+            return False
+        return True
+
     def captured(self, run: Run) -> tuple[Run, Any]:
         """Warm up, capture and return the replay with its outputs; raises what the capture does."""
         stream = torch.cuda.Stream()

@@ -8,12 +8,13 @@ import argparse
 import gc
 import importlib
 import json
+import os
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -45,7 +46,7 @@ def main(file: str) -> None:
     """The short form: measure the module in ``file``, without peers."""
     name = Path(file).stem
     options = parser(f"python -m benchmarks.h200.{name}").parse_args()
-    options.peers = None
+    options.op, options.peers = name, None
     sys.exit(int(not run([name], options)))
 
 
@@ -66,6 +67,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     spec.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON lines")
     spec.add_argument("--commit", default="", help="where the tree is no repository")
     spec.add_argument("--no-variants", action="store_true")
+    spec.add_argument("--after", default="", help=argparse.SUPPRESS)  # module/number of rows
     return spec
 
 
@@ -80,26 +82,48 @@ def run(names: Sequence[str], options: argparse.Namespace) -> bool:
         about["commit"] = options.commit
     fine = True
     for name in names:
-        lines: list[dict[str, object]] = []
+        if options.after and name != options.after.split("/")[0]:
+            continue  # recorded before the fault
+        lines = recorded(name, options.out) if options.after else []
         for line in measure(clock, found, name, options):
             sys.stdout.write(json.dumps(line) + "\n")
             sys.stdout.flush()
             lines.append(line)
             record(f"h200_{name}", lines, about=about, folder=options.out)  # so far
             fine = fine and line.get("status", "run") == "run"
+            if not clock.is_alive():
+                go_on_after(f"{name}/{len(lines) - 1}")  # without the ceilings
+        options.after = ""
     return fine
+
+
+def recorded(name: str, folder: Path) -> list[dict[str, object]]:
+    """Lines of a module so far."""
+    path = folder / f"h200_{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def go_on_after(place: str) -> NoReturn:
+    """Begin anew behind a row whose kernel has faulted: nothing runs on the GPU after a fault."""
+    words = [word for word in sys.argv[1:] if not word.startswith("--after=")]
+    module = sys.modules["__main__"].__spec__
+    assert module is not None, "run as a module"
+    os.execv(sys.executable, [sys.executable, "-m", module.name, *words, f"--after={place}"])
 
 
 def measure(
     clock: Clock, ceilings: Ceilings, name: str, options: argparse.Namespace
 ) -> Iterator[dict[str, object]]:
     """Yield the ceilings, then a line for each row."""
-    yield ceilings.line()
-    for row in declared(name).rows():
-        if options.only in row.name:
-            yield measure_row(clock, ceilings, row, options)
-            gc.collect()
-            torch.cuda.empty_cache()
+    rows = [row for row in declared(name).rows() if options.only in row.name]
+    if options.after:
+        rows = rows[int(options.after.partition("/")[2]) :]
+    else:
+        yield ceilings.line()
+    for row in rows:
+        yield measure_row(clock, ceilings, row, options)
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def measure_row(
@@ -112,6 +136,8 @@ def measure_row(
         candidates = list(_prepared(clock, row, options, found))
         peers = list(_peers(row, options, found))
         _time(clock, [*candidates, *peers], options.seconds, found)
+    except NotRunError as error:
+        sys.stderr.write(f"{row.name}: {error}\n")
     finally:
         for peer in peers:
             peer.close()
@@ -133,6 +159,9 @@ def _prepared(
         found["ours"] = {"not_run": f"inputs: {error}"[-500:]}
         return
     for name, function in functions.items():
+        if not clock.is_alive():
+            found[name] = {"not_run": "the GPU had faulted before"}
+            continue
         try:
             candidate = prepare(clock, row, name, function, sets)
         except NotRunError as error:
@@ -160,7 +189,11 @@ def _time(clock: Clock, candidates: list[Any], seconds: float, found: Found) -> 
     halves: dict[str, tuple[list[float], list[float]]] = {c.name: ([], []) for c in candidates}
     for turn, order in enumerate((candidates, candidates[::-1], candidates[::-1], candidates)):
         for candidate in order:
-            samples = candidate.sample(clock, counts[candidate.name])
+            try:
+                samples = candidate.sample(clock, counts[candidate.name])
+            except RuntimeError as error:
+                found[candidate.name] |= {"not_run": f"while timed: {error}"[-500:]}
+                raise NotRunError(candidate.name) from error
             halves[candidate.name][turn // 2].extend(samples)
     for name, (first, second) in halves.items():
         found[name] |= summary(first, second)

@@ -1,8 +1,11 @@
 """The GPU harness with a clock of the CPU: checks before timing, reasons, goals, lines."""
 
+import gc
 import json
 import math
 import time
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +20,13 @@ CARD = Ceilings(4.0e12, 8.0e14, 1.6e15, 4.0)
 class CpuClock:
     device = torch.device("cpu")
 
+    alive = True
+
     def wait(self):
         pass
+
+    def is_alive(self):
+        return self.alive
 
     def captured(self, run):
         outputs = run()
@@ -97,6 +105,78 @@ def test_what_is_wrong_is_not_timed_and_the_rest_is(ours, reason):
     assert line["ours_us"] is None
     assert line["goals"][0]["met"] is None
     assert line["reference_us"] > 0
+
+
+def test_a_fault_while_timed_is_the_reason_and_ends_the_row():
+    class Faulty(CpuClock):
+        def sample(self, runs, count):
+            raise RuntimeError("an illegal memory access was encountered")
+
+    options = harness.parser("test").parse_args([])
+    options.peers = None
+    line = harness.measure_row(Faulty(), CARD, row(), options)
+    assert "illegal memory access" in line["status"]
+    assert line["ours_us"] is None
+
+
+def test_inputs_live_as_long_as_their_replays():
+    """A graph knows addresses only: what it reads must not be freed before the last sample."""
+    inputs = []
+
+    def make(generator):
+        made = {"x": torch.randn(8, generator=generator)}
+        inputs.append(weakref.ref(made["x"]))
+        return made
+
+    class Watching(CpuClock):
+        def captured(self, run):
+            return (lambda: None), run()
+
+        def sample(self, runs, count):
+            gc.collect()
+            assert all(reference() is not None for reference in inputs)
+            return super().sample(runs, count)
+
+    options = harness.parser("test").parse_args([])
+    options.peers = None
+    always = row(make=make, error=lambda given, out: 0.0)
+    assert harness.measure_row(Watching(), CARD, always, options)["status"] == "run"
+    assert len(inputs) == 2
+
+
+def test_after_a_fault_the_rest_runs_in_a_new_process(tmp_path, monkeypatch):
+    class Dying(CpuClock):
+        empty_us = 4.0
+
+        def is_alive(self):
+            return not line_seen
+
+    line_seen, started = [], []
+    monkeypatch.setattr(harness, "Clock", Dying)
+    monkeypatch.setattr(harness.card, "measure", lambda clock: CARD)
+    monkeypatch.setattr(harness.card, "about", dict)
+    rows = [row(shape={"T": t}) for t in (1, 2, 3)]
+    module = SimpleNamespace(rows=lambda: rows)
+    monkeypatch.setattr(harness, "declared", lambda name: module)
+
+    def execute(program, words):
+        started.append(words[-1])
+        raise SystemExit
+
+    monkeypatch.setattr(harness.os, "execv", execute)
+    options = harness.parser("test").parse_args([f"--out={tmp_path}"])
+    options.peers = None
+    monkeypatch.setattr(
+        harness.sys.stdout, "write", lambda text: "T=2" in text and line_seen.append(1)
+    )
+    with pytest.raises(SystemExit):
+        harness.run(["one"], options)
+    assert started == ["--after=one/2"]
+    line_seen.clear()
+    options.after = "one/2"
+    assert harness.run(["one"], options)
+    names = [line.get("row") for line in harness.recorded("one", tmp_path)]
+    assert names == [None, "double T=1", "double T=2", "double T=3"]
 
 
 def test_a_peer_that_does_not_load_is_a_line_and_no_win():
