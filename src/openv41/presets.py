@@ -35,7 +35,30 @@ def with_vocabulary(
     engram = config.engram
     if engram is not None:
         engram = replace(engram, compressed_vocab_size=compressed_vocab_size)
-    return replace(config, vocab_size=vocab_size, engram=engram)
+    dspark = config.dspark
+    if dspark is not None and dspark.noise_token_id >= vocab_size:
+        dspark = replace(dspark, noise_token_id=config.pad_token_id)
+    return replace(config, vocab_size=vocab_size, engram=engram, dspark=dspark)
+
+
+def with_drafter(config: ModelConfig) -> ModelConfig:
+    """The same model with a drafter, in about the released proportions where it has none.
+
+    The noise token is the padding token, which no text holds.
+    """
+    if config.dspark is not None:
+        return config
+    last = range(max(0, config.num_layers - 3), config.num_layers)
+    dspark = DsparkConfig(
+        num_stages=3,
+        block_size=5,
+        noise_token_id=config.pad_token_id,
+        target_layer_ids=tuple(last),
+        markov_rank=min(256, max(16, config.hidden_size // 2)),
+        num_experts=max(2, config.moe.num_experts // 3),
+        top_k=max(1, config.moe.top_k // 2),
+    )
+    return replace(config, dspark=dspark)
 
 
 def tiny() -> ModelConfig:

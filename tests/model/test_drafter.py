@@ -212,13 +212,13 @@ def test_blocks_of_training_equal_independent_drafts(model):
     batch = Batch.from_documents(texts)
     output = model(batch)
     rows = torch.tensor([0, 1, 5, 6, 11, 12, 15, 18])
-    got = model.drafter(model, output.taps, batch, rows).unflatten(0, (-1, SIZE))
+    got = model.drafter(model, output.taps, batch, rows).hidden.unflatten(0, (-1, SIZE))
     for place, row in enumerate(rows.tolist()):
         text, position = (0, row) if row < 12 else (1, row - 12)
         alone = features(model, texts[text])
         want = propose_one(model, alone, texts[text][position], position)
         assert_close(f"row {row}", got[place], want.hidden, rtol=EXACT, atol=EXACT)
-    shifted = model.drafter(model, output.taps, batch, rows[2:3] + 1)  # an anchor too late
+    shifted = model.drafter(model, output.taps, batch, rows[2:3] + 1).hidden  # an anchor too late
     assert differs(shifted, got[2])
 
 

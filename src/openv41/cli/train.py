@@ -21,9 +21,10 @@ from openv41.train.malloc import keep_freed_memory
 from openv41.train.processes import join
 from openv41.train.recipes import configure, without_data
 from openv41.train.sample_shards import SampleShards
-from openv41.train.stages import RECIPES, SFT_STAGE, num_image_tokens, num_tokens
+from openv41.train.stages import RECIPES, SFT_STAGES, num_image_tokens, num_tokens
 
-SFT_HELP = f"Sample shards that {SFT_STAGE} learns instead of text, see 'data samples'."
+SFT = " and ".join(SFT_STAGES)
+SFT_HELP = f"Sample shards that {SFT} learn instead of text, see 'data samples'."
 
 
 class Experts(StrEnum):
@@ -124,8 +125,8 @@ def _needs_vision(sft: Path | None, stages: Sequence[str]) -> bool:
     """Whether the answers to learn are for a model that sees; refuses those of no stage."""
     if sft is None:
         return False
-    if SFT_STAGE not in stages:
-        raise InputError(f"--sft is for the stage {SFT_STAGE}; add it to --stages, or leave it out")
+    if not {*SFT_STAGES} & {*stages}:
+        raise InputError(f"--sft is for {SFT}; add one to --stages, or leave it out")
     return SampleShards(sft, verify=False).needs_vision
 
 
@@ -161,7 +162,7 @@ def _describe(trainer: Trainer) -> str:
     rest = f" ({kept:,} {why})" if kept else ""
     tokens, stages, images = num_tokens(trainer.run.stages), trainer.run.stages, ""
     if trainer.run.sft is not None:
-        stages = tuple(stage for stage in stages if stage.name != SFT_STAGE)
+        stages = tuple(stage for stage in stages if stage.name not in SFT_STAGES)
     text = num_tokens(stages)
     if trainer.images is not None:
         images = f", {num_image_tokens(trainer.run.stages):,} of them for image-text samples"

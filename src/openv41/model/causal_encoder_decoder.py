@@ -264,12 +264,7 @@ class CausalEncoderDecoder(nn.Module):
     def first_streams(self, batch: Batch, ctx: ForwardContext) -> Streams:
         """Copy the embedding into every stream; the first sub-layer reads stream 0."""
         embedded = ctx.observe("embed", self._embed(batch, ctx))
-        num = self.config.mhc.num_streams
-        first = torch.zeros(num, device=embedded.device, dtype=torch.float32)
-        first[0] = 1
-        wide = torch.promote_types(embedded.dtype, torch.float32)
-        x = embedded[:, None].expand(-1, num, -1)
-        return Streams(x, first.to(wide).expand(len(embedded), -1))
+        return equal_streams(embedded, self.config.mhc.num_streams)
 
     def _embed(self, batch: Batch, ctx: ForwardContext) -> Float[Tensor, "T D"]:
         """Embed text by its ids; image positions take the batch's rows."""
@@ -324,6 +319,15 @@ class CausalEncoderDecoder(nn.Module):
             )
         ctx.recent_ids = torch.where(raw < 0, ops.DEAD, self.token_map[raw.clamp(min=0)])
         ctx.pad_id = int(self.token_map[engram.pad_token_id])
+
+
+def equal_streams(embedded: Float[Tensor, "T D"], num_streams: int) -> Streams:
+    """Every stream a copy of the embedding, and the input mix that reads stream 0 alone."""
+    wide = torch.promote_types(embedded.dtype, torch.float32)
+    first = torch.zeros(num_streams, device=embedded.device, dtype=wide)
+    first[0] = 1
+    x = embedded[:, None].expand(-1, num_streams, -1)
+    return Streams(x, first.expand(len(embedded), -1))
 
 
 def run_twice(layer: nn.Module, streams: Streams, ctx: ForwardContext) -> Streams:

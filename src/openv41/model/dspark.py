@@ -54,6 +54,14 @@ class Proposal:
 
 
 @dataclass(frozen=True, eq=False)
+class Blocks:
+    """What the stages say of blocks of whole texts; X rows per anchor, in their order."""
+
+    hidden: Float[Tensor, "rows D"]  # before the last norm
+    expert_counts: dict[int, Int[Tensor, "2 E"]]  # by stage, counted behind the target's layers
+
+
+@dataclass(frozen=True, eq=False)
 class Draft:
     """Drafted tokens and the very logits that they were chosen from."""
 
@@ -159,7 +167,7 @@ class DSparkDrafter(nn.Module):
             return
         ctx = self._context(kept)
         main_x = self.main_features(taps[rows])
-        for stage in self._stages():
+        for stage in self.all_stages():
             rounded, exact = stage.attention.context_kv(main_x, ctx.rope(0))
             store.write(stage.slot, kept.spans, rounded, exact)
 
@@ -172,7 +180,7 @@ class DSparkDrafter(nn.Module):
         assert set(anchors.counts) <= {1}, f"counts {anchors.counts}, give one anchor per request"
         window = self.config.attention.window_size
         ask = (anchors.requests, anchors.starts)
-        past = [min(n, window) for n in store.rows_before(self._stages()[0].slot, *ask)]
+        past = [min(n, window) for n in store.rows_before(self.all_stages()[0].slot, *ask)]
         spans = [(r, p - n, p) for r, p, n in zip(*ask, past, strict=True) if n]
         table = torch.tensor([[0, *accumulate(past)][:-1], past], device=anchors.device)
         blocks = self._blocks(
@@ -185,7 +193,7 @@ class DSparkDrafter(nn.Module):
             store.read(stage.slot, Spans.of(spans))
             if spans
             else self.norm.weight.new_empty(0, width)
-            for stage in self._stages()
+            for stage in self.all_stages()
         ]
         hidden = self._run(target, blocks, contexts)
         return Proposal(anchors, hidden, self.base_logits(target, hidden))
@@ -216,12 +224,12 @@ class DSparkDrafter(nn.Module):
         taps: Float[Tensor, "T width"],
         batch: Batch,
         anchor_rows: Int[Tensor, " B"],
-    ) -> Float[Tensor, "rows D"]:
+    ) -> Blocks:
         """Run blocks behind many anchors of whole texts at once, for training.
 
         ``anchor_rows`` are rows of ``batch``, whose requests start at 0. Each block sees what it
         would see alone, where ``propose`` drafts behind its anchor: nothing of other blocks, and
-        no feature at or behind its anchor. Returns X rows per anchor, before the last norm.
+        no feature at or behind its anchor.
         """
         ctx = self._context(batch)
         main_x = self.main_features(taps)
@@ -230,8 +238,9 @@ class DSparkDrafter(nn.Module):
         widest = self._widest(counts.tolist())
         window = Window(anchor_rows - counts, counts, widest=widest, total=len(taps))
         blocks = self._blocks(batch.token_ids[anchor_rows], tuple(starts.tolist()), window)
-        contexts = [s.attention.context_kv(main_x, ctx.rope(0))[0] for s in self._stages()]
-        return self._run(target, blocks, contexts)
+        contexts = [s.attention.context_kv(main_x, ctx.rope(0))[0] for s in self.all_stages()]
+        hidden = self._run(target, blocks, contexts)
+        return Blocks(hidden, blocks.ctx.expert_counts)
 
     def main_features(self, taps: Float[Tensor, "rows width"]) -> Float[Tensor, "rows D"]:
         """Project and normalise the target's features, once for all stages."""
@@ -254,7 +263,7 @@ class DSparkDrafter(nn.Module):
     ) -> Float[Tensor, "rows D"]:
         """Streams of all rows through all stages, folded by the last input mix."""
         streams = target.first_streams(blocks.ctx.batch, blocks.ctx)
-        for stage, context in zip(self._stages(), contexts, strict=True):
+        for stage, context in zip(self.all_stages(), contexts, strict=True):
             streams = stage(streams, context, blocks)
         x, a, _ = streams.settled(self.numerics.deterministic)
         return ops.mix_streams(x, a)
@@ -278,5 +287,6 @@ class DSparkDrafter(nn.Module):
         deterministic = self.numerics.deterministic
         return ForwardContext(batch, self.config.attention, deterministic=deterministic)
 
-    def _stages(self) -> list[DraftStage]:
+    def all_stages(self) -> list[DraftStage]:
+        """The stages, in order."""
         return [stage for stage in self.stages if isinstance(stage, DraftStage)]

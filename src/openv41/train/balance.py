@@ -25,11 +25,12 @@ def update_biases(
     """Apply bias += speed * sign(mean load - load), for text and for images apart.
 
     ``loads`` are the tokens that each expert of a layer got in one optimizer step. A kind of token
-    that did not occur leaves its bias as it is. Without ``by_modality`` both biases follow the load
-    of all tokens, which is the comparison that the report's design is measured against.
+    that did not occur leaves its bias as it is, and so does a layer that is not among the loads.
+    Without ``by_modality`` both biases follow the load of all tokens, which is the comparison that
+    the report's design is measured against.
     """
     for module in model.modules():
-        if not isinstance(module, MixtureOfExperts):
+        if not isinstance(module, MixtureOfExperts) or module.layer not in loads:
             continue
         load = loads[module.layer].to(torch.float64)
         if not by_modality:

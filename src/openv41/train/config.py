@@ -41,9 +41,11 @@ class OptimizerConfig:
     token_lr_factor: float = 1.0  # of embedding and head
     engram_table_lr_factor: float = 5.0  # rows of the n-gram memory are hit rarely
     vision_lr_factor: float = 0.1  # the report says "smaller"
+    drafter_lr_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        factors = ("token_lr_factor", "engram_table_lr_factor", "vision_lr_factor")
+        groups = ("token", "engram_table", "vision", "drafter")
+        factors = [f"{group}_lr_factor" for group in groups]
         problems = [
             f"{name} is {getattr(self, name)}, must be above 0 and finite"
             for name in ("lr", "eps", "update_rms", *factors)
@@ -99,6 +101,38 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DraftConfig:
+    """What the drafter learns, where it learns at all. Report §2.4.3."""
+
+    weight: float = 0.0  # of all its losses together; 0 leaves the drafter alone
+    anchors: int = 64  # blocks per document; 512 of 4,096 tokens in public recipes
+    ce_weight: float = 0.1  # of the next token's loss
+    l1_weight: float = 0.9  # of the distance between the distributions of drafter and target
+    confidence_weight: float = 1.0  # of the confidence head's loss
+    decay: float = 4.0  # draft k counts exp(-(k - 1) / decay)
+    detach_confidence: bool = False  # the confidence head's loss then reaches that head alone
+    balance: bool = True  # routing biases of the drafter follow its load
+    blocks_at_once: int = 64  # whose logits are held at one time
+
+    def __post_init__(self) -> None:
+        weights = ("weight", "ce_weight", "l1_weight", "confidence_weight")
+        problems = [
+            f"{name} is {getattr(self, name)}, must be at least 0 and finite"
+            for name in weights
+            if not 0 <= getattr(self, name) < math.inf
+        ]
+        problems += [
+            f"{name} is {getattr(self, name)}, must be at least 1"
+            for name in ("anchors", "blocks_at_once")
+            if getattr(self, name) < 1
+        ]
+        if not self.decay > 0:
+            problems.append(f"decay is {self.decay}, must be above 0; inf counts all drafts alike")
+        if problems:
+            raise ConfigError("draft", problems)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """How long, on what and how a model is trained."""
 
@@ -138,6 +172,7 @@ class TrainConfig:
     cpu_threads: int = 0  # 0 leaves it to torch; small models gain nothing from a second
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
 
     def __post_init__(self) -> None:
         phases = ("warmup_tokens", "hold_tokens", "tail_tokens")

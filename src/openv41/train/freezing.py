@@ -1,12 +1,13 @@
-"""A vision encoder that was trained before rests until the learning rate decays. Report §2.1.1.
+"""What rests: a vision encoder until the decay, and a model whose drafter learns. Report §2.1.1.
 
-Its final norm, the projector and the delimiters learn from the first step on; they are of another
-part (see train/parameter_rules.py).
+The encoder's final norm, the projector and the delimiters learn from the first step on; they are of
+another part (see train/parameter_rules.py).
 """
 
 from openv41.train.config import TrainConfig
 from openv41.train.optimizer import Optimizers
-from openv41.train.parameter_rules import Part
+from openv41.train.parallel import Placement
+from openv41.train.parameter_rules import Part, is_drafter
 from openv41.train.schedule import decays
 
 FROZEN: Part = "vision encoder"
@@ -28,3 +29,11 @@ def freeze(optimizer: Optimizers, config: TrainConfig, step: int) -> None:
         if group["part"] == FROZEN:
             for parameter in group["params"]:
                 parameter.requires_grad_(learns)
+
+
+def freeze_all_but_drafter(placement: Placement) -> None:
+    """Let nothing but the drafter learn."""
+    for placed in placement.parameters:
+        if not is_drafter(placed.name):
+            for parameter in (placed.parameter, placed.local):
+                parameter.requires_grad_(False)

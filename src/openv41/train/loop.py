@@ -8,8 +8,9 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -41,6 +42,8 @@ from openv41.train.contrastive import ContrastiveModel
 from openv41.train.contrastive_step import contrastive_step
 from openv41.train.data import TrainingBatches
 from openv41.train.distill import TeacherSpec, open_teachers
+from openv41.train.draft_evaluation import HeldOutDrafts
+from openv41.train.draft_step import draft_step
 from openv41.train.evaluate import HeldOut, HeldOutImages
 from openv41.train.freezing import is_frozen
 from openv41.train.lora import merged_state, save_adapter
@@ -53,7 +56,7 @@ from openv41.train.processes import ALONE, Processes
 from openv41.train.sample_batches import PairBatches, SampleBatches
 from openv41.train.sample_shards import SampleShards
 from openv41.train.spikes import SpikeWatch, read_losses
-from openv41.train.stages import SFT_STAGE, Place, Stage, num_steps, place_of
+from openv41.train.stages import SFT_STAGES, Place, Stage, num_steps, place_of
 from openv41.train.starting_point import make_model
 from openv41.train.step import DivergedError, StepResult, train_step
 from openv41.train.token_shards import INDEX_FILE, TokenShards
@@ -90,7 +93,7 @@ class Run:
     heldout_images: Path | None = None
     base: Path | None = None  # checkpoint whose weights the run starts from; None: random ones
     teachers: tuple[TeacherSpec, ...] = ()
-    sft: Path | None = None  # samples that the stage SFT_STAGE takes instead of text
+    sft: Path | None = None  # samples that the SFT_STAGES take instead of text
     out: Path
     device: torch.device
     processes: Processes = ALONE
@@ -233,14 +236,7 @@ class Trainer:
         skipped, self.skipped = self.skipped, 0
         self.spikes.add(result.loss)
         self.step += 1
-        speed = (
-            self.flops.step(
-                packed,
-                num_targets=result.num_targets,
-                encoder_learns=not is_frozen(train, place.step),
-            )
-            / seconds
-        )
+        speed = self._flops(packed, result, place) / seconds
         return StepRecord(
             step=self.step,
             stage=place.stage.name,
@@ -258,26 +254,47 @@ class Trainer:
             image_tokens=int((packed.ids == self.run.model.image_token_id).sum()),
             spike=result.loss > most,
             tokens_per_second=len(packed.ids) / seconds,
-            model_flops_per_second=speed,
-            mfu=self.flops.share(speed, self.processes.size),
+            model_flops_per_second=speed or None,
+            mfu=self.flops.share(speed, self.processes.size) if speed else None,
             retrieval=result.retrieval,
+            draft=None if result.draft is None else asdict(result.draft),
+            heldout_draft=self._score_drafts(place),
             heldout_bits_per_byte=self._score(place, self.heldout),
             heldout_image_nats=self._score(place, self.heldout_images),
         )
+
+    def _flops(self, packed: PackedBatch, result: StepResult, place: Place) -> int:
+        """Model FLOPs of a step; 0 where they are not counted, as those of the drafter."""
+        if place.stage.trains_drafter:
+            return 0
+        learns = not is_frozen(self.train, place.step)
+        return self.flops.step(packed, num_targets=result.num_targets, encoder_learns=learns)
 
     def _train(self, packed: PackedBatch, place: Place) -> StepResult:
         most = self.spikes.most if self.train.skip_spikes else math.inf
         rest = self.optimizer, packed, self.train, place.step
         if isinstance(self.model, ContrastiveModel):
             return contrastive_step(self.model, *rest, most=most)
+        if self.stage.trains_drafter:
+            return draft_step(self.model, *rest, most=most)
         return train_step(self.model, *rest, teachers=self.teachers, most=most)
 
     def _score(self, place: Place, held: HeldOut | HeldOutImages | None) -> float | None:
         """Score what is held out where that is due, but not by a model that will be dropped."""
         due = self.step % self.train.heldout_steps == 0 or place.is_last
-        if held is None or not due or isinstance(self.model, ContrastiveModel):
+        rests = place.stage.trains_drafter
+        if held is None or not due or rests or isinstance(self.model, ContrastiveModel):
             return None
         return held.score(self.model, self.processes)
+
+    def _score_drafts(self, place: Place) -> dict[str, Any] | None:
+        """Measure the drafter on the held-out text where that is due and it learns."""
+        due = self.step % self.train.heldout_steps == 0 or place.is_last
+        if not due or self.heldout is None or not self.train.draft.weight:
+            return None
+        assert isinstance(self.model, CausalEncoderDecoder), "drafts of another model"
+        drafts = HeldOutDrafts(self.heldout.windows, self.train)
+        return asdict(drafts.score(self.model, self.processes))
 
     def _batch(self, place: Place) -> PackedBatch:
         if self.images is not None and place.stage.is_contrastive:
@@ -400,7 +417,7 @@ class Trainer:
         train = self.train
         shares = self.images is not None and not self.stage.is_contrastive
         room = train.batch_tokens - (train.image_tokens if shares else 0)
-        if self.run.sft is not None and self.stage.name == SFT_STAGE:
+        if self.run.sft is not None and self.stage.name in SFT_STAGES:
             return SampleBatches(self._open_samples(self.run.sft), bin_tokens=room, seed=seed)
         return TrainingBatches(
             self.shards, sequence_length=train.sequence_length, batch_tokens=room, seed=seed

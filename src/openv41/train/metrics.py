@@ -11,7 +11,9 @@ before (see train/spikes.py), ``balance`` of text and of image tokens (see train
 model/training_flops.py) and ``mfu``, their share of the device's peak where that is known, and at
 intervals ``heldout_bits_per_byte`` of text and ``heldout_image_nats`` per target of image-text
 samples. In stage "vision" ``loss`` is the contrastive loss, in nats per image, and ``retrieval``
-the share of images that find their text.
+the share of images that find their text. ``draft`` holds what the drafter's losses and acceptances
+are, and ``heldout_draft`` the same of held-out text (see train/draft_loss.py and
+train/draft_evaluation.py); in stage "dspark" ``loss`` is the drafter's.
 """
 
 import json
@@ -55,6 +57,8 @@ class StepRecord:
     model_flops_per_second: float | None = None
     mfu: float | None = None
     retrieval: float | None = None
+    draft: dict[str, Any] | None = None
+    heldout_draft: dict[str, Any] | None = None
     heldout_bits_per_byte: float | None = None
     heldout_image_nats: float | None = None
 
@@ -131,7 +135,7 @@ def _flat(values: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, floa
     for key, value in values.items():
         path = f"{name}/{key}" if name else key
         if isinstance(value, list):
-            yield from ((f"{path}/{place}", item) for place, item in enumerate(value))
+            yield from _flat({str(place): item for place, item in enumerate(value)}, path)
         elif isinstance(value, dict):
             yield from _flat(value, path)
         else:

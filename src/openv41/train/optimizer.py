@@ -13,7 +13,14 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from openv41.train.config import OptimizerConfig
 from openv41.train.muon import Muon, Shared
 from openv41.train.parallel import Placed, Placement
-from openv41.train.parameter_rules import Part, Rule, is_adapter, num_blocks, rule_of
+from openv41.train.parameter_rules import (
+    Part,
+    Rule,
+    is_adapter,
+    is_drafter,
+    num_blocks,
+    rule_of,
+)
 from openv41.train.sinkhorn_update import SinkhornBalanced
 
 NS_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -54,15 +61,25 @@ class Optimizers:
         self.placement.sum_copies()
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Norm of all gradients together; they are scaled down to ``max_norm`` unless it is 0."""
-        split = [p.local for p in self._placed() if p.is_split]
-        copied = [p.local for p in self._placed() if not p.is_split]
+        """Norm of all gradients together; they are scaled down to ``max_norm`` unless it is 0.
+
+        The drafter's are scaled apart, so that the model moves as it would without one; their norm
+        is returned where nothing else has a gradient.
+        """
+        drafter = [p.local for p in self._placed() if is_drafter(p.name)]
+        own = _norm(drafter)
+        clip_grads_with_norm_(drafter, max_norm or math.inf, own)
+        rest = [p for p in self._placed() if not is_drafter(p.name)]
+        if not any(p.local.grad is not None for p in rest):
+            return float(own)
+        split = [p.local for p in rest if p.is_split]
+        copied = [p.local for p in rest if not p.is_split]
         norm = _norm(copied)
         if self.processes.size > 1:
             square = _norm(split).square()
             self.processes.sum_(square)
             norm = (square + norm.square()).sqrt()
-        clip_grads_with_norm_(self._owner, max_norm or math.inf, norm)
+        clip_grads_with_norm_([p.local for p in rest], max_norm or math.inf, norm)
         return float(norm)
 
     def state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -130,6 +147,7 @@ def lr_factors(config: OptimizerConfig) -> dict[Part, float]:
         "tokens": config.token_lr_factor,
         "engram table": config.engram_table_lr_factor,
         "vision encoder": config.vision_lr_factor,
+        "drafter": config.drafter_lr_factor,
     }
 
 

@@ -21,7 +21,7 @@ class PackedBatch:
     ``weights`` says how much each token counts as a target, 0 for one that is not learned; None is
     1 for all. ``grids`` holds the images of each document, and is empty where none has any;
     ``pixels`` holds the patches of all images. ``replay`` is the prefill that the documents stand
-    behind, None where there is none.
+    behind, None where there is none. ``anchors`` marks the tokens that the drafter learns behind.
     """
 
     ids: Int[Tensor, " T"]
@@ -30,6 +30,7 @@ class PackedBatch:
     pixels: UInt8[Tensor, "patches 3 side side"] | None = None
     grids: tuple[tuple[ImageGrid, ...], ...] = ()
     replay: ReplayBounds | None = None
+    anchors: Bool[Tensor, " T"] | None = None
 
     @property
     def images(self) -> tuple[ImageGrid, ...]:
@@ -83,6 +84,9 @@ class PackedBatch:
             torch.cat(pixels) if pixels else None,
             self._grids() + other._grids(),
             replay,
+            None
+            if self.anchors is None or other.anchors is None
+            else torch.cat([self.anchors, other.anchors]),
         )
 
     def split(self, most: int) -> Iterator["PackedBatch"]:
@@ -131,6 +135,7 @@ class PackedBatch:
             self.pixels[patches] if self.pixels is not None and has_pixels else None,
             grids[first:last],
             None if self.replay is None else self.replay.part(first, last),
+            None if self.anchors is None else self.anchors[tokens],
         )
 
 

@@ -2,9 +2,9 @@
 
 Layers know nothing of it. With several processes every layer, the embedding and the head are
 sharded by FSDP2, by rows; rows of n-gram tables have an owner that looks them up for all; experts
-are sharded as the rest, or whole experts have an owner that tokens travel to. The vision encoder
-and the routing biases are the same in every process. A gradient is the sum over all processes:
-each has divided its losses by what all of them count.
+are sharded as the rest, or whole experts have an owner that tokens travel to. The vision encoder,
+the drafter and the routing biases are the same in every process. A gradient is the sum over all
+processes: each has divided its losses by what all of them count.
 """
 
 from collections.abc import Iterator, Sequence
@@ -93,6 +93,12 @@ class Placement:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 self.processes.sum_(parameter.grad)
+
+
+def whole_value(parameter: nn.Parameter) -> Tensor:
+    """A parameter with the rows of all processes, without a gradient; all must ask for it."""
+    value = parameter.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def distribute(
@@ -217,7 +223,7 @@ def _give_owners(
     for engram in model.engrams():
         engram.table = OwnedTable(engram.table, processes)
         yield from engram.table.parameters()
-    for module in model.modules() if experts == "parallel" else ():
+    for module in model.layers.modules() if experts == "parallel" else ():
         if isinstance(module, MixtureOfExperts):
             module.experts = ParallelExperts(module.experts, processes)
             yield from module.experts.parameters()
@@ -225,7 +231,9 @@ def _give_owners(
 
 def _is_copied(name: str) -> bool:
     """Whether every process holds a parameter whole: it is small, or not of the layers."""
-    return name.startswith("vision.") or name.endswith((".gate.bias", ".gate.bias_vl"))
+    return name.startswith(("vision.", "drafter.")) or name.endswith(
+        (".gate.bias", ".gate.bias_vl")
+    )
 
 
 def _placed(

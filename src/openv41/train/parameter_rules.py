@@ -188,6 +188,11 @@ def is_adapter(name: str) -> bool:
     return name.endswith((".update.a", ".update.b"))
 
 
+def is_drafter(name: str) -> bool:
+    """Whether a parameter belongs to the drafter."""
+    return name.startswith("drafter.")
+
+
 def rule_of(name: str) -> Rule:
     """Rule of a parameter; a parameter that is not in the tables is a bug."""
     if is_adapter(name):

@@ -13,11 +13,11 @@ from openv41.io.engram_map import compress_vocabulary, token_map_for
 from openv41.io.hf_config import read_config
 from openv41.io.tokenizer import TextTokenizer, load_tokenizer
 from openv41.ngram_hash_constants import table_rows
-from openv41.presets import preset, with_vocabulary
+from openv41.presets import preset, with_drafter, with_vocabulary
 from openv41.prompt.tokens import IMAGE
 from openv41.train.config import TrainConfig
 from openv41.train.overrides import apply_settings, field_paths, parse_settings, unknown_path
-from openv41.train.stages import ENCODER_STAGES, RECIPES, Stage, check_names
+from openv41.train.stages import DRAFT_STAGE, ENCODER_STAGES, RECIPES, Stage, check_names
 
 FROM_TOKENIZER = ("vocab_size", "engram.compressed_vocab_size")
 NO_TOKEN = 129264  # the released image token, outside any small vocabulary
@@ -35,18 +35,21 @@ def configure(
     """Model and run of a preset's name, or of a checkpoint's folder to start from.
 
     ``settings`` are ``key=value`` words; those of the model start with ``model.``, those of one
-    stage with its name, and all others are the base of every stage. The drafter is left out, and
-    so is a preset's vision encoder unless there are ``images`` to train on. A checkpoint decides
-    the model, and the data must have been made with its tokenizer.
+    stage with its name, and all others are the base of every stage. The drafter is left out unless
+    a stage trains it, and so is a preset's vision encoder unless there are ``images`` to train on.
+    A checkpoint decides the model, but for a drafter that it lacks, and the data must have been
+    made with its tokenizer.
     """
-    check_names(stages)
+    check_names(stages, has_base=isinstance(source, Path))
     tokenizer, changes = load_tokenizer(data), parse_settings(settings)
     if isinstance(source, Path):
-        model = _of_checkpoint(source, data, tokenizer, changes, images=images)
-        base = apply_settings(TrainConfig(), _common(changes))
+        model = _of_checkpoint(source, data, tokenizer, images=images)
+        has_own = model.dspark is not None
+        model = _drafting(model, stages, changes)
+        _refuse_model_settings(changes, lacks_drafter=not has_own and model.dspark is not None)
     else:
-        model = _of_preset(source, tokenizer, images=images)
-        model, base = _apply(_common(changes), model, TrainConfig())
+        model = _drafting(_of_preset(source, tokenizer, images=images), stages, changes)
+    model, base = _apply(_common(changes), model, TrainConfig())
     made = make_stages(stages, base, changes)
     problems = _problems(made, model, images=images)
     if made[0].train.lora.rank and not isinstance(source, Path):
@@ -88,6 +91,11 @@ def _problems(stages: Sequence[Stage], model: ModelConfig, *, images: bool) -> l
                 f"vision.micro_batch_tokens is {train.micro_batch_tokens}, must be 0: the loss "
                 "compares all pairs of a batch"
             )
+        if train.lora.rank and train.draft.weight:
+            problems.append(
+                f"{name}.draft.weight is {train.draft.weight}, and lora.rank is set: beside an "
+                "adapter the drafter rests too; set draft.weight=0"
+            )
         if train.lora != first.lora:
             problems.append(
                 f"{name}.lora differs from that of {stages[0].name}; all stages train one adapter"
@@ -110,21 +118,37 @@ def _of_preset(name: str, tokenizer: TextTokenizer, *, images: bool) -> ModelCon
 
 
 def _of_checkpoint(
-    folder: Path, data: Path, tokenizer: TextTokenizer, changes: Iterable[str], *, images: bool
+    folder: Path, data: Path, tokenizer: TextTokenizer, *, images: bool
 ) -> ModelConfig:
-    """A checkpoint's model without its drafter."""
-    model, own = replace(read_config(folder), dspark=None), load_tokenizer(folder)
+    """A checkpoint's model."""
+    model, own = read_config(folder), load_tokenizer(folder)
     if own.sha256 != tokenizer.sha256:
         raise DataError(
             f"{data} was prepared with the tokenizer of sha256 {tokenizer.sha256}, {folder} has "
             f"{own.sha256}; prepare the text with --tokenizer {folder}"
         )
-    problems = [f"{path} follows from the checkpoint" for path in changes if _is_model(path)]
     if images and model.vision is None:
-        problems.append(f"{folder} has no vision encoder; leave out --images")
+        raise ConfigError("train", [f"{folder} has no vision encoder; leave out --images"])
+    return model
+
+
+def _drafting(model: ModelConfig, stages: Sequence[str], changes: Mapping[str, str]) -> ModelConfig:
+    """A model with its drafter where a stage trains one, else without."""
+    weighs = any(key.endswith("draft.weight") and float(v or 0) for key, v in changes.items())
+    if DRAFT_STAGE in stages or weighs:
+        return with_drafter(model)
+    return replace(model, dspark=None)
+
+
+def _refuse_model_settings(changes: Iterable[str], *, lacks_drafter: bool) -> None:
+    """A checkpoint's model is what it is; only a drafter that it lacks can still be chosen."""
+    problems = [
+        f"{path} follows from the checkpoint"
+        for path in changes
+        if _is_model(path) and not (lacks_drafter and path.startswith("model.dspark."))
+    ]
     if problems:
         raise ConfigError("train", problems)
-    return model
 
 
 def _common(changes: Mapping[str, str]) -> dict[str, str]:
@@ -148,7 +172,10 @@ def without_data(
     """Model and stages of a preset with its stand-in vocabulary."""
     check_names(stages)
     changes = parse_settings(settings)
-    model, base = _apply(_common(changes), preset(name), TrainConfig())
+    model = preset(name)
+    if DRAFT_STAGE in stages:
+        model = with_drafter(model)
+    model, base = _apply(_common(changes), model, TrainConfig())
     return model, make_stages(stages, base, changes)
 
 
@@ -164,8 +191,8 @@ def _apply(
 
 
 def _text_only(model: ModelConfig) -> ModelConfig:
-    """Without image and drafter parts, and with no token that stands for an image."""
-    return replace(model, vision=None, dspark=None, image_token_id=NO_TOKEN)
+    """Without image parts, and with no token that stands for an image."""
+    return replace(model, vision=None, image_token_id=NO_TOKEN)
 
 
 def _with_images(model: ModelConfig, name: str, tokenizer: TextTokenizer) -> ModelConfig:
@@ -173,7 +200,7 @@ def _with_images(model: ModelConfig, name: str, tokenizer: TextTokenizer) -> Mod
         raise ConfigError("train", [f"preset {name} has no vision encoder; leave out --images"])
     vocab_size = max(model.vocab_size, tokenizer.vocab_size)
     token = tokenizer.special_id(IMAGE)
-    return replace(model, dspark=None, vocab_size=vocab_size, image_token_id=token)
+    return replace(model, vocab_size=vocab_size, image_token_id=token)
 
 
 def _is_model(path: str) -> bool:

@@ -1,10 +1,10 @@
-"""Stages of a run, each a recipe over its settings. Report §2.1.1, §2.3.2, §2.4.4.
+"""Stages of a run, each a recipe over its settings. Report §2.1.1, §2.3.2, §2.4.3, §2.4.4.
 
 A vision encoder is made first, if at all: from pairs of images and texts, then attached to a small
 language model, which is dropped. Pre-training rounds no cache and restricts no indexer. Context
 extension goes on with longer sequences. Post-training does as serving does: it rounds caches, index
 keys and experts' weights, restricts the deeper indexers to their candidates and cuts windows behind
-a prompt.
+a prompt. Stage "dspark" trains the drafter alone; in post-training it may learn beside the model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,9 @@ from openv41.errors import ConfigError
 from openv41.train.config import TrainConfig
 
 ENCODER_STAGES = ("vision", "vision-lm")  # of these models the vision encoder alone goes on
-SFT_STAGE = "posttrain"  # the one that takes answers to learn instead of text, where there are any
+DRAFT_STAGE = "dspark"
+# Those that take answers to learn instead of text, where there are any.
+SFT_STAGES = ("posttrain", DRAFT_STAGE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +36,11 @@ class Stage:
     def makes_encoder(self) -> bool:
         """Whether its model is dropped but for the vision encoder."""
         return self.name in ENCODER_STAGES
+
+    @property
+    def trains_drafter(self) -> bool:
+        """Whether the drafter alone learns, from a model that rests."""
+        return self.name == DRAFT_STAGE
 
     @property
     def image_tokens(self) -> int:
@@ -111,12 +118,30 @@ def posttrain(base: TrainConfig) -> TrainConfig:
     )
 
 
+def dspark(base: TrainConfig) -> TrainConfig:
+    """A quarter of the tokens, for the drafter alone; the model rests and computes as served."""
+    tokens = max(base.tokens // 4, base.batch_tokens)
+    return replace(
+        base,
+        tokens=tokens,
+        warmup_tokens=tokens // 25,
+        hold_tokens=0,
+        tail_tokens=0,
+        numerics="bf16qat" if base.numerics.startswith("bf16") else "f32qat",
+        expert_fp4=True,
+        restrict_candidates=True,
+        optimizer=replace(base.optimizer, weight_decay=0.0),
+        draft=replace(base.draft, weight=base.draft.weight or 1.0),
+    )
+
+
 RECIPES: Mapping[str, Callable[[TrainConfig], TrainConfig]] = {
     "vision": vision,
     "vision-lm": vision_lm,
     "pretrain": pretrain,
     "extend": extend,
     "posttrain": posttrain,
+    DRAFT_STAGE: dspark,
 }
 
 
@@ -164,7 +189,7 @@ def _lower_engrams(engram: EngramConfig | None, num_layers: int) -> EngramConfig
     return replace(engram, layer_ids=layers, num_embeddings=engram.num_embeddings[: len(layers)])
 
 
-def check_names(names: Sequence[str]) -> None:
+def check_names(names: Sequence[str], *, has_base: bool = False) -> None:
     """Raise ConfigError unless these are stages, each once, in an order that works."""
     problems = [
         f"there is no stage {name!r}; choose from {', '.join(RECIPES)}"
@@ -178,6 +203,11 @@ def check_names(names: Sequence[str]) -> None:
     if making and list(names[: len(making)]) != making:
         problems.append(
             f"{', '.join(names)}: {' and '.join(making)} must come first, in this order"
+        )
+    if names and names[0] == DRAFT_STAGE and not has_base:
+        problems.append(
+            f"the run begins with {DRAFT_STAGE}, which drafts for a model that is trained already; "
+            "name its checkpoint with --from, or put pretrain before it"
         )
     if making and names[-1] in making:
         problems.append(

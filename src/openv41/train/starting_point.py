@@ -7,7 +7,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from openv41.config import ModelConfig
-from openv41.io.checkpoint import load_model
+from openv41.io.checkpoint import DRAFTER, load_model
+from openv41.io.hf_config import read_config
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.model.init import init_weights
 from openv41.train.contrastive import ContrastiveModel
@@ -29,7 +30,7 @@ def make_model(
     """What a stage trains of a run for ``whole``, with its adapter if it has one.
 
     Weights are those of the checkpoint ``base``, dequantised, or else depend on the seed and the
-    shapes alone.
+    shapes alone; so do those of a drafter that the checkpoint lacks.
     """
     config, numerics = stage.own_model(whole), stage.train.rounding
     if stage.is_contrastive:
@@ -43,7 +44,19 @@ def make_model(
     if base is None:
         init_weights(model, seed)
     else:
-        model.load_state_dict(load_model(base, dtype=torch.float32, device=device).state_dict())
+        _fill(model, base, seed, device)
     if stage.train.lora.rank:
         adapt(model, stage.train.lora, seed)
     return model
+
+
+def _fill(model: CausalEncoderDecoder, base: Path, seed: int, device: torch.device) -> None:
+    """Give a model the weights of a checkpoint, and a drafter its first ones."""
+    has_drafter = model.drafter is not None and read_config(base).dspark is not None
+    loaded = load_model(base, dtype=torch.float32, device=device, drafter=has_drafter)
+    values = loaded.state_dict()
+    if model.drafter is not None and not has_drafter:
+        init_weights(model.drafter, seed)
+        own = model.drafter.state_dict()
+        values |= {f"{DRAFTER}{name}": value for name, value in own.items()}
+    model.load_state_dict(values)

@@ -15,6 +15,7 @@ from openv41.model.causal_encoder_decoder import CausalEncoderDecoder, Output
 from openv41.train.balance import KINDS, update_biases
 from openv41.train.config import TrainConfig
 from openv41.train.distill import Teachers
+from openv41.train.draft_loss import DraftFigures, DraftSums, draw_anchors
 from openv41.train.freezing import freeze
 from openv41.train.optimizer import Optimizers
 from openv41.train.packed_batch import PackedBatch, part_bounds
@@ -49,6 +50,7 @@ class StepResult:
     loads: Mapping[int, Int[Tensor, "2 E"]]  # per layer: tokens per expert, of text and of images
     num_targets: int  # tokens, or texts, that were predicted
     retrieval: float | None = None  # of a contrastive step: images that find their text
+    draft: DraftFigures | None = None  # where the drafter learns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +79,8 @@ def train_step(
     """
     freeze(optimizer, config, step)
     packed = simulate_replay(packed, model.config, config, step)
+    if config.draft.weight:
+        packed = draw_anchors(packed, model.config, config, step)
     sums = Sums(model, packed, config, teachers)
     own, idle = own_parts(packed, config.micro_batch_tokens, optimizer.processes)
     for part in own:
@@ -86,7 +90,8 @@ def train_step(
     sums.collect(optimizer.processes)
     done = update(optimizer, sums.loss, config, step, most=most)
     if not config.lora.rank:
-        update_biases(model, sums.loads, config.balance_speed, by_modality=config.modality_biases)
+        loads = {**sums.loads, **sums.draft_loads}
+        update_biases(model, loads, config.balance_speed, by_modality=config.modality_biases)
     return StepResult(
         loss=sums.loss,
         losses=sums.by_modality(),
@@ -98,6 +103,7 @@ def train_step(
         lr=done.lr,
         loads=sums.loads,
         num_targets=sums.num_targets,
+        draft=None if sums.drafts is None else sums.drafts.figures(),
     )
 
 
@@ -160,6 +166,13 @@ class Sums:
         self.indexer: float | None = None
         self.balance: float | None = None
         self.distill: float | None = None
+        self.drafts = DraftSums(model, packed, config) if config.draft.weight else None
+
+    @property
+    def draft_loads(self) -> Mapping[int, Tensor]:
+        """Loads of the drafter's stages, where their biases shall follow them."""
+        drafts = self.drafts if self.config.draft.balance else None
+        return {} if drafts is None else drafts.loads
 
     @property
     def loss(self) -> float:
@@ -196,6 +209,8 @@ class Sums:
         """Add what the other processes have added."""
         if processes.size == 1:
             return
+        if self.drafts is not None:
+            self.drafts.collect(processes)
         others = self.indexer, self.balance, self.distill
         losses = torch.tensor([loss or 0.0 for loss in others], dtype=torch.float64)
         figures = torch.cat([self.nats, self.counts, losses]).to(processes.device)
@@ -228,6 +243,8 @@ class Sums:
         others = [share * of_layers for of_layers in weighted(out.losses, config)]
         total = total * (weight / (self.total_weight or 1))
         learned = torch.stack([total, *others]).sum()
+        if self.drafts is not None:
+            learned = learned + self.drafts.add(part, batch, out, share=weight)
         if learned.requires_grad:  # an adapter may see nothing of a part
             learned.backward()
         return _Ran(out, loss.each.double(), kinds, weights, divergence)
