@@ -42,9 +42,9 @@ class RecordingEngine(Engine):
         self.drawn_from = {}
         self.batches = []
 
-    def _draw(self, job, logits):
+    def _draw(self, job, logits, tokens):
         before = job.num_output
-        super()._draw(job, logits)
+        super()._draw(job, logits, tokens)
         drawn = max(1, job.num_output - before)
         self.drawn_from.setdefault(job.number, []).extend(logits[:drawn].clone())
 

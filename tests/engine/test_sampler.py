@@ -1,15 +1,18 @@
 """Sampling against loops, counts and hand-made cases."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from openv41.engine import joint_sampling
 from openv41.engine.constraint import ConstraintError
+from openv41.engine.joint_sampling import Drawing, draw_together
 from openv41.engine.random_streams import Stream, uniform
-from openv41.engine.sampler import LogitsError, Sampler, SamplingConfig, kept_ids
+from openv41.engine.sampler import Draft, LogitsError, Sampler, SamplingConfig, kept_ids
 from openv41.errors import ConfigError, InputError
 
 pytestmark = pytest.mark.shapes
@@ -214,7 +217,7 @@ def test_a_denormal_temperature_takes_the_most_likely_token():
 
 
 def test_a_point_that_rounds_up_to_the_end_draws_a_possible_token(monkeypatch):
-    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.ones(1, dtype=torch.float64))
+    monkeypatch.setattr("openv41.engine.sampler.uniform", lambda *_: 1.0)
     assert draws(1, torch.tensor([0.0, 0.0, 0.0, -math.inf])) == [2]
 
 
@@ -341,3 +344,76 @@ def test_a_model_that_gives_no_chance_is_at_fault():
     assert sampler.draw(torch.zeros(5)) == 3
     with pytest.raises(LogitsError, match=r"none of the 1 tokens .* the model gives each of them"):
         sampler.draw(torch.tensor([0.0, 0.0, 0.0, -torch.inf, 0.0]))
+
+
+def some_drafts(sampler, rows, kinds, generator):
+    """Drafts by chance, with chances and without; some of them surely right."""
+    drafts = []
+    for row, kind in zip(rows, kinds, strict=True):
+        if kind == "likeliest":
+            drafts.append(Draft(int(row.argmax())))
+        elif kind == "only":
+            drafts.append(Draft(int(torch.randint(9, (1,), generator=generator))))
+        else:
+            shares = torch.rand(9, generator=generator, dtype=torch.float64).softmax(0)
+            token = int(torch.multinomial(shares, 1, generator=generator))
+            drafts.append(Draft(token, float(shares[token]), shares))
+    return drafts
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 25])
+def test_requests_drawn_together_draw_what_each_draws_alone(monkeypatch, at_once):
+    """Greedy and sampled, with every kind of draft, or with a row that is no distribution."""
+    monkeypatch.setattr(joint_sampling, "ELEMENTS_AT_ONCE", at_once)
+    generator, kinds = torch.Generator().manual_seed(4), ("likeliest", "only", "sampled")
+    configs = [
+        SamplingConfig(temperature=temperature, seed=seed, **more)
+        for seed in range(8)
+        for temperature, more in ((0.0, {}), (0.0, {"top_k": 2}), (1.3, {}), (0.7, {"top_k": 3}))
+    ]
+    for count in range(4):
+        ours, alone = ([Sampler(c, 9, banned=[8]) for c in configs] for _ in range(2))
+        logits = torch.randn(len(configs) * (count + 1), 9, generator=generator)
+        logits[5 * (count + 1)] = math.nan
+        rows = logits.split(count + 1)
+        chosen = [
+            [kinds[int(i)] for i in torch.randint(3, (count,), generator=generator)] for _ in rows
+        ]
+        drafts = [
+            some_drafts(sampler, row[:count], own, generator)
+            for sampler, row, own in zip(alone, rows, chosen, strict=True)
+        ]
+        drawings = [
+            Drawing(sampler, own, i * (count + 1))
+            for i, (sampler, own) in enumerate(zip(ours, drafts, strict=True))
+        ]
+        drawn = draw_together(logits, drawings, banned=8)
+        for i, (found, sampler, row) in enumerate(zip(drawn, alone, rows, strict=True)):
+            if i == 5:
+                assert found is None, "the sampler says what is wrong"
+                continue
+            assert (found is None) is (configs[i].top_k == 3)
+            if found is not None:
+                assert found == list(sampler.verify(row, drafts[i])), f"{i}: {chosen[i]}"
+                assert list(ours[i].remember(found)) == found
+                assert ours[i].place == sampler.place == len(found)
+
+
+@pytest.mark.parametrize("block", [False, True])
+@pytest.mark.parametrize("penalty", [0.0, 1.5])
+def test_verified_rows_see_the_drafts_before_them(block, penalty):
+    """Penalties of row j are those after j drafts, whether they are verified together or not."""
+    config = SamplingConfig(frequency_penalty=penalty)
+    rows = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
+    shares = [
+        naive_shares(naive_scores(row.tolist(), [], [2] * k, config), config)
+        for k, row in enumerate(rows)
+    ]
+    ratios = [share[2] / 0.2 for share in shares[:2]]  # p / q of a draft of five equal chances
+    first, second = min(1.0, ratios[0]), min(1.0, ratios[1])
+    want = min(1.0, first * ratios[1]) if block else first * second
+    draft, tries, held = Draft(2, 0.2, torch.full((5,), 0.2, dtype=torch.float64)), 400, 0
+    for seed in range(tries):
+        sampler = Sampler(replace(config, seed=seed), 5)
+        held += len(list(sampler.verify(rows, [draft, draft], block=block))) == 3
+    assert held / tries == pytest.approx(want, abs=4 * math.sqrt(0.25 / tries))

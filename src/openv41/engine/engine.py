@@ -7,8 +7,10 @@
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -21,6 +23,7 @@ from openv41.engine.constraint import ConstraintError
 from openv41.engine.drafting import Drafting
 from openv41.engine.images import ImageCache, JobImages, find_spans, join
 from openv41.engine.job import Job, Sink
+from openv41.engine.joint_sampling import Drawing, draw_together
 from openv41.engine.paged_store import CacheConfig, PagedStore
 from openv41.engine.prefix_cache import PrefixCache, open_disk
 from openv41.engine.request import Answer, Event, FinishReason, Request, check_room
@@ -311,9 +314,7 @@ class Engine:
                 drawing.append((job, 1 + min(len(job.drafts), count - 1)))
                 wanted += range(rows.stop - drawing[-1][1], rows.stop)
         if drawing:
-            logits = self._logits(output.hidden[wanted])
-            for (job, _), own in zip(drawing, logits.split([n for _, n in drawing]), strict=True):
-                self._answer(job, self._draw, own)
+            self._draw_all(drawing, self._logits(output.hidden[wanted]))
         going_on = [job for job, _ in step if job.finished is None]
         if self.drafting is not None:
             self.drafting.learn(output, going_on)
@@ -346,18 +347,36 @@ class Engine:
     def _logits(self, hidden: Float[Tensor, "T D"]) -> Float[Tensor, "T V"]:
         return self.model.logits(hidden)[:, : self.num_tokens]
 
-    def _draw(self, job: Job, logits: Float[Tensor, "rows V"]) -> None:
+    def _draw_all(
+        self, drawing: Sequence[tuple[Job, int]], logits: Float[Tensor, "rows V"]
+    ) -> None:
+        """Draw the tokens of each job from its rows of logits, at once where that is possible."""
+        sizes = [count for _, count in drawing]
+        drawings = []
+        for (job, count), stop in zip(drawing, accumulate(sizes), strict=True):
+            job.drafts = job.drafts[: count - 1]
+            drawings.append(Drawing(job.sampler, job.drafts, stop - count))
+        speculation = self.config.speculation
+        is_block = speculation is not None and speculation.rule is VerifyRule.BLOCK
+        drawn: Sequence[list[int] | None] = [None] * len(drawings)
+        if not is_block:
+            drawn = draw_together(logits, drawings, banned=self.model.config.image_token_id)
+        for (job, _), own, known in zip(drawing, logits.split(sizes), drawn, strict=True):
+            if known is None:
+                tokens = job.sampler.verify(own, job.drafts, block=is_block)
+            else:
+                tokens = job.sampler.remember(known)
+            self._answer(job, partial(self._draw, tokens=tokens), own)
+
+    def _draw(self, job: Job, logits: Float[Tensor, "rows V"], tokens: Iterable[int]) -> None:
         """Take the next token, and those behind it whose drafts hold; the last may end the answer.
 
         Rows of drafts that do not hold are forgotten.
         """
         job.rows, job.is_alone = None, False
-        drafts, job.drafts = job.drafts[: len(logits) - 1], []
-        is_block = self.config.speculation is not None and (
-            self.config.speculation.rule is VerifyRule.BLOCK
-        )
+        drafts, job.drafts = job.drafts, []
         held = accepted = 0  # drafts that have tokens behind them, and those that are in the answer
-        for held, token in enumerate(job.sampler.verify(logits, drafts, block=is_block)):
+        for held, token in enumerate(tokens):
             event, reason = take(job, token, logits[held], self.model.config)
             self.figures.generated_tokens += event.token is not None
             accepted = held + (held < len(drafts) and event.token == drafts[held].token)

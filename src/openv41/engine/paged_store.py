@@ -252,17 +252,19 @@ class PagedStore:
     def truncate(self, request: int, position: int) -> None:
         """Forget everything that positions >= ``position`` wrote, up to ``draft_tokens`` back."""
         length, held = self.length(request), self._held[request]
-        high = max((ring.bounds[held.place].high for ring in self._rings_of(held)), default=0)
+        rings = self._rings_of(held)
+        high = max((ring.bounds[held.place].high for ring in rings), default=0)
         lowest = max(0, high - self.cache.draft_tokens)
         if not lowest <= position <= length and position != 0:
             raise InputError(
                 f"request {request} has {length} positions and can be truncated to {lowest} or "
                 f"later, not to {position}; close it and prefill again"
             )
-        for ring in self._rings_of(held):
+        for ring in rings:
             bounds = ring.bounds[held.place]
             bounds.stop = min(bounds.stop, position)
             bounds.first = min(bounds.first, bounds.stop)
+        pages = list(held.pages)
         keep = -(-position // self.cache.page_size)
         self._release(held.pages[keep:])
         del held.pages[keep:]
@@ -271,7 +273,8 @@ class PagedStore:
             shared, [held.pages[-1]] = held.pages[-1], self.allocator.take(1)
             self._copy_page(shared, held.pages[-1])
             self._release([shared])
-        self._renew_table(held)
+        if held.pages != pages:
+            self._renew_table(held)
 
     def length(self, request: int) -> int:
         """Positions written so far; 0 for a request that is not open."""

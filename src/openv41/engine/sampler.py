@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -125,6 +125,20 @@ class Sampler:
         if config.presence_penalty or config.frequency_penalty:
             self._counts = torch.zeros(num_tokens, dtype=torch.int32)
 
+    @property
+    def is_simple(self) -> bool:
+        """Whether nothing but the temperature says how tokens are drawn."""
+        config = self.config
+        cuts = config.top_k is not None or config.top_p < 1 or config.min_p > 0
+        history = self._guide is not None or self._seen is not None or self._counts is not None
+        return not (history or len(self._bias) or (cuts and config.temperature > 0))
+
+    def remember(self, tokens: Iterable[int]) -> Iterator[int]:
+        """Pass on tokens that were drawn elsewhere, and remember each."""
+        for token in tokens:
+            self._remember(token)
+            yield token
+
     def draw(self, logits: Float[Tensor, " V"], draft: Draft | None = None) -> int:
         """Pick the next token and remember it; the lowest id among equals comes first.
 
@@ -240,7 +254,8 @@ class Sampler:
         if draft is None or draft.shares is None:
             return self._choose(shares, Stream.TOKEN)
         coin = uniform(self.config.seed, Stream.COIN, self.place)
-        if ops.accept_drafts(*map(_number, (shares[draft.token], draft.chance, coin))):
+        chances = shares[draft.token], _number(draft.chance)
+        if ops.accept_drafts(*chances, _number(coin)):
             return draft.token
         return self._choose(ops.residual(shares, _wide(draft.shares)), Stream.RESIDUAL)
 
@@ -258,8 +273,8 @@ class Sampler:
         return int(ops.choose_tokens(shares[None], point[None]))
 
 
-def _number(value: float | Tensor) -> Float[Tensor, ""]:
-    return torch.as_tensor(value, dtype=torch.float64)
+def _number(value: float) -> Float[Tensor, ""]:
+    return torch.tensor(value, dtype=torch.float64)
 
 
 def _wide(shares: Float[Tensor, " V"] | None) -> Float[Tensor, " V"]:

@@ -47,8 +47,15 @@ class SpeculationConfig:
 class Drafted(Protocol):
     """What a drafter answers, a row per anchor."""
 
-    tokens: Int[Tensor, "requests X"]
-    confidence: Float[Tensor, "requests X"]  # logits: that a draft holds if those before it do
+    @property
+    def tokens(self) -> Int[Tensor, "requests X"]:
+        """What ``choose`` took."""
+        ...
+
+    @property
+    def confidence(self) -> Float[Tensor, "requests X"]:
+        """Logits: that a draft holds if those before it do."""
+        ...
 
 
 @runtime_checkable
