@@ -23,7 +23,7 @@ from openv41.engine.dspark_files import (
 )
 from openv41.engine.engine import Engine, EngineConfig
 from openv41.engine.paged_store import CacheConfig
-from openv41.engine.profile import TOKENS, measure_costs
+from openv41.engine.profile import measure_costs, tokens_needed
 from openv41.engine.request import Request
 from openv41.engine.sampler import SamplingConfig
 from openv41.engine.verification_scheduler import survival
@@ -91,8 +91,10 @@ def profile_command(
     device: Device = "cpu",
 ) -> None:
     """Time steps of this machine with and without drafts; the scheduler plans by them."""
+    dspark = read_config(checkpoint).dspark
+    tokens = context + (0 if dspark is None else tokens_needed(dspark.block_size))
     engine = drafting_engine(
-        checkpoint, most, context + TOKENS, numerics, device, deterministic=deterministic
+        checkpoint, most, tokens, numerics, device, deterministic=deterministic
     )
     loads = sorted({most, *(1 << power for power in range(most.bit_length()))})
     costs = measure_costs(engine, loads, context=context, told=_tell)

@@ -16,8 +16,6 @@ from openv41.errors import InputError
 
 TURNS = 5  # of each kind of step; each turn is two steps that warm up and one that counts
 STEPS = 3
-MOST_DRAFTS = 7  # that a request is given room for
-TOKENS = TURNS * STEPS * sum(range(MOST_DRAFTS + 2)) + 2 * MOST_DRAFTS  # room of each answer
 
 
 class ForcedVerification:
@@ -46,6 +44,12 @@ class ForcedVerification:
 
     def forget(self, request: int) -> None:
         """Nothing is known."""
+
+
+def tokens_needed(block_size: int) -> int:
+    """Room of an answer, so that no step is short of it if every draft is accepted."""
+    drawn = 1 + sum(1 + drafts for drafts in range(block_size + 1))
+    return TURNS * STEPS * drawn + 2 * (block_size + 1)
 
 
 def measure_costs(
@@ -94,7 +98,7 @@ def _steps(
         prompt = generator.integers(0, engine.num_tokens, context).tolist()
         request = Request(
             prompt=tuple(_text(engine, prompt)),
-            max_tokens=TOKENS,
+            max_tokens=tokens_needed(engine.drafting.drafter.block_size),
             sampling=SamplingConfig(seed=place),
             ignore_eos=True,
         )
