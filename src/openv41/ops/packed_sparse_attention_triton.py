@@ -20,8 +20,8 @@ from torch import Tensor
 
 from openv41.ops import packed_sparse_attention_hopper_triton as hopper
 from openv41.ops._dispatch import kernel
+from openv41.ops.listed_rows_triton import LOG2E, NONE, join_sink, read_list
 from openv41.ops.packed_sparse_attention_hopper_triton import CHANNELS, HEADS, WARPS
-from openv41.ops.sparse_attention_triton import LOG2E, NONE, join_sink, read_list
 
 SHRUNK: tl.constexpr = tl.constexpr(256.0)  # keys are held at 1 / SHRUNK
 FP4_FACTOR: tl.constexpr = tl.constexpr(2.0**126 / 256)
