@@ -1,0 +1,194 @@
+"""What happens to the streams between two blocks, forward and with its gradients."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.h200.harness import main
+from benchmarks.h200.rows import Goal, Inputs, Row, relative_error
+from openv41.ops import mega_mhc, update_streams
+
+DIM, STREAMS = 5120, 4
+CONSTANTS = {"steps": 20, "eps": 1e-6, "norm_eps": 1e-20}
+TRIED: dict[str, str] = {}
+CUTS = {  # tokens, width, chunks, warps, stages, whether in one launch
+    "64x32x4": (64, 32, 4, 8, 2, True),
+    "64x32x10": (64, 32, 10, 8, 2, True),
+    "64x32x20": (64, 32, 20, 8, 2, True),
+    "64x32x8, 3 stages": (64, 32, 8, 8, 3, True),
+    "64x32x8, 4 warps": (64, 32, 8, 4, 2, True),
+    "64x64x4": (64, 64, 4, 8, 2, True),
+    "64x64x4, 16 warps": (64, 64, 4, 16, 2, True),
+    "128x32x8": (128, 32, 8, 8, 2, True),
+    "32x32x8, 4 warps": (32, 32, 8, 4, 2, True),
+    "two launches, 64x32x8": (64, 32, 8, 8, 2, False),
+    "two launches, 64x32x20": (64, 32, 20, 8, 2, False),
+    "two launches, 64x64x20": (64, 64, 20, 8, 3, False),
+}
+FEW = {
+    "16x32x1": (16, 32, 1, 4, 1, True),
+    "16x32x2, 8 warps": (16, 32, 2, 8, 2, True),
+    "16x64x1": (16, 64, 1, 4, 1, True),
+    "16x64x1, 8 warps": (16, 64, 1, 8, 1, True),
+    "two launches, 16x32x2": (16, 32, 2, 4, 2, False),
+}
+NAMES = ("x", "y", "b", "c", "a", "fn", "base", "scale", "norm")
+
+
+def inputs(tokens: int, generator: torch.Generator) -> Inputs:
+    """Streams, a block's output, coefficients of about their real sizes, and the weights."""
+
+    def randn(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, device=generator.device)
+
+    size = STREAMS * (STREAMS + 2)
+    return {
+        "x": randn(tokens, STREAMS, DIM).bfloat16(),
+        "y": randn(tokens, DIM).bfloat16(),
+        "b": randn(tokens, STREAMS, STREAMS).softmax(-1),
+        "c": 2 * randn(tokens, STREAMS).sigmoid(),
+        "a": randn(tokens, STREAMS).sigmoid(),
+        "fn": randn(size, STREAMS * DIM) / math.sqrt(STREAMS * DIM),
+        "base": randn(size),
+        "scale": 1 + 0.1 * randn(3).abs(),
+        "norm": 1 + 0.1 * randn(DIM),
+        **CONSTANTS,
+    }
+
+
+def in_double(given: Inputs, rows: int) -> Inputs:
+    """The first tokens of the inputs in float64."""
+    wide = {name: given[name].double() for name in NAMES}
+    return CONSTANTS | wide | {name: wide[name][:rows] for name in ("x", "y", "b", "c", "a")}
+
+
+def error(given: Inputs, outputs: tuple[Tensor, ...]) -> float:
+    """The largest relative error of an output, against float64 on some tokens at both ends."""
+    found = []
+    for rows in (slice(0, 64), slice(-64, None)):
+        some = given | {name: given[name][rows] for name in ("x", "y", "b", "c", "a")}
+        want = mega_mhc.reference(**in_double(some, 64))
+        found += [relative_error(g[rows], w) for g, w in zip(outputs, want, strict=True)]
+    return max(found)
+
+
+def variant(cut: tuple[Any, ...]) -> Callable[..., tuple[Tensor, ...]]:
+    """The kernel, cut in another way."""
+
+    def run(**given: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
+        from openv41.ops import mhc_forward_triton as forward  # noqa: PLC0415 -- needs Triton
+
+        weights = tuple(given[name] for name in NAMES[5:])
+        constants = tuple(CONSTANTS.values())
+        pending = given["y"], given["b"], given["c"]
+        cutting = forward.Tiling(*cut)
+        return forward.advance(given["x"], pending, given["a"], weights, constants, cutting)[:5]
+
+    return run
+
+
+def bytes_of(tokens: int, rows: int) -> int:
+    """``rows`` rows of bf16 per token; the coefficients, and the weights once."""
+    size = STREAMS * (STREAMS + 2)
+    return tokens * (rows * DIM * 2 + (2 * size + STREAMS) * 4) + size * STREAMS * DIM * 4 + DIM * 4
+
+
+def forward_row(tokens: int) -> Row:
+    """One boundary forward: one read and one write of the streams."""
+    goals = [Goal("over_empty_us", 5.0), Goal("peer_ratio", 2.5)]
+    if tokens >= 8192:
+        goals = [Goal("over_floor", 1.25), Goal("peer_ratio", 1.3, "best_mix")]
+    cuts = CUTS if tokens >= 8192 else FEW if tokens in (1, 64) else {}
+    return Row(
+        op="mega_mhc",
+        shape={"T": tokens, "d": DIM, "n": STREAMS},
+        make=lambda generator: inputs(tokens, generator),
+        ours=mega_mhc,
+        reference=mega_mhc,
+        error=error,
+        tolerance=0.01,
+        floor_bytes=bytes_of(tokens, 2 * STREAMS + 2),
+        floor_flops=2 * tokens * STREAMS * DIM * STREAMS * (STREAMS + 2),
+        variants={name: variant(cut) for name, cut in cuts.items()},
+        peers=("sglang:mhc", "sglang:mhc_best_mix", "tilekernels:mhc"),
+        goals=tuple(goals),
+    )
+
+
+def with_gradients(tokens: int, generator: torch.Generator) -> Inputs:
+    """Inputs as leaves, and gradients of the outputs."""
+    given = inputs(tokens, generator)
+    with torch.no_grad():
+        outputs = mega_mhc.reference(**given)
+    given["grads"] = [
+        torch.randn(o.shape, generator=generator, device=o.device).to(o.dtype) for o in outputs
+    ]
+    return {n: v.requires_grad_() if n in NAMES else v for n, v in given.items()}
+
+
+def step(function: Callable[..., tuple[Tensor, ...]] = mega_mhc, **given: Any) -> tuple[Any, ...]:  # noqa: ANN401
+    """Forward and backward: the gradients of all inputs."""
+    grads = given.pop("grads")
+    outputs = function(**given)
+    return torch.autograd.grad(outputs, [given[name] for name in NAMES], grads)
+
+
+def gradient_error(given: Inputs, outputs: tuple[Tensor, ...]) -> float:
+    """The largest relative error of a gradient, against float64, piece by piece of tokens."""
+    sums: list[Tensor] = []
+    rows: list[list[Tensor]] = []
+    with torch.enable_grad():
+        for first in range(0, len(given["x"]), 512):
+            part = slice(first, first + 512)
+            leaves = {n: given[n].detach().double() for n in NAMES}
+            leaves |= {n: leaves[n][part] for n in NAMES[:5]}
+            leaves = {n: leaf.requires_grad_() for n, leaf in leaves.items()}
+            grads = [g[part].double() for g in given["grads"]]
+            found = step(mega_mhc.reference, **leaves, **CONSTANTS, grads=grads)
+            rows.append(list(found[:5]))
+            sums = [a + b for a, b in zip(sums, found[5:], strict=True)] if sums else found[5:]
+    want = [torch.cat(parts) for parts in zip(*rows, strict=True)] + list(sums)
+    return max(relative_error(g, w) for g, w in zip(outputs, want, strict=True))
+
+
+def training_row(tokens: int) -> Row:
+    """A boundary and its gradients; the floor reads and writes every tensor once each way."""
+    return Row(
+        op="mega_mhc",
+        shape={"T": tokens, "d": DIM, "n": STREAMS, "pass": "forward+backward"},
+        make=lambda generator: with_gradients(tokens, generator),
+        ours=step,
+        error=gradient_error,
+        tolerance=0.01,
+        floor_bytes=bytes_of(tokens, 2 * STREAMS + 2) + bytes_of(tokens, 3 * STREAMS + 3),
+        goals=(Goal("us", 1800.0),),
+    )
+
+
+def update_row(tokens: int) -> Row:
+    """The update alone, as a kernel of its own would do it."""
+    return Row(
+        op="update_streams",
+        shape={"T": tokens, "d": DIM, "n": STREAMS},
+        make=lambda generator: {n: inputs(tokens, generator)[n] for n in NAMES[:4]},
+        ours=update_streams,
+        reference=update_streams,
+        error=lambda given, got: relative_error(
+            got[:64], update_streams.reference(*(given[n][:64].double() for n in NAMES[:4]))
+        ),
+        tolerance=0.01,
+        floor_bytes=bytes_of(tokens, 2 * STREAMS + 1),
+    )
+
+
+def rows() -> list[Row]:
+    """From one token to a chunk of a prompt."""
+    forward = [forward_row(tokens) for tokens in (1, 8, 64, 256, 8192)]
+    return [*forward, training_row(8192), update_row(8192)]
+
+
+if __name__ == "__main__":
+    main(__file__)
