@@ -398,7 +398,7 @@ class Advanced(NamedTuple):
     a: Tensor  # [T, N]
     b: Tensor  # [T, N, N]
     c: Tensor  # [T, N]
-    mixes: Tensor  # [T, P], normalised
+    mixes: Tensor  # [T, width], normalised
     inverse: Tensor  # [T, 2], one over the rms of the streams, of h
 
 
