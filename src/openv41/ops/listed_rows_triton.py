@@ -99,7 +99,7 @@ def scores(q, kv, rows, scale):
 def join_sink(sink_ptr, heads, H, top, total):
     """Factor of the sums and logarithm of the denominator, once the sink has joined it."""
     sink = tl.load(sink_ptr + heads, mask=heads < H, other=0.0).to(tl.float32)
-    sink = tl.minimum(tl.maximum(sink, NONE), -NONE) * 1.4426950408889634
+    sink = tl.minimum(tl.maximum(sink * 1.4426950408889634, NONE), -NONE)  # no product is fused
     new = tl.maximum(top, sink)
     shrink = tl.exp2(top - new)
     total = total * shrink + tl.exp2(sink - new)

@@ -267,7 +267,7 @@ def attend(
     heads = first_head + gl.arange(0, _H, gl.SliceLayout(1, _SCORES))
     if IS_WHOLE:
         sink = gl.load(sink_ptr + heads, mask=heads < H, other=0.0).to(gl.float32)
-        sink = gl.minimum(gl.maximum(sink, NONE), -NONE) * 1.4426950408889634
+        sink = gl.minimum(gl.maximum(sink * 1.4426950408889634, NONE), -NONE)
         new = gl.maximum(top, sink)
         shrink = gl.exp2(top - new)
         factor = shrink / (count * shrink + gl.exp2(sink - new))

@@ -360,7 +360,7 @@ def _join(sums_ptr, lse_ptr, sink_ptr, out_ptr, H, parts, C: tl.constexpr, PARTS
     at = (t * parts + part) * H + head
     lse = tl.load(lse_ptr + at, mask=part < parts, other=2 * NONE)
     sink = tl.load(sink_ptr + head).to(tl.float32)
-    sink = tl.minimum(tl.maximum(sink, NONE), -NONE) * 1.4426950408889634
+    sink = tl.minimum(tl.maximum(sink * 1.4426950408889634, NONE), -NONE)
     top = tl.maximum(tl.max(lse, 0), sink)
     weights = tl.exp2(lse - top)
     total = tl.sum(weights, 0) + tl.exp2(sink - top)

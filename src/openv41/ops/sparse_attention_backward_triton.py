@@ -72,7 +72,7 @@ def backward(
         grads = _row_gradients(part, grad, weights)
         for k, total, first in zip(keys, totals, (0, places[0]), strict=True):
             _add_by_row(grads, k.readers[number], k.listed.shape[1], first, total)
-    sink_share = torch.exp2(sink.float().clamp(NO_SINK, -NO_SINK) * LOG2E - lse)
+    sink_share = torch.exp2((sink.float() * LOG2E).clamp(NO_SINK, -NO_SINK) - lse)
     grad_sink = -(sink_share * mean).sum(0).to(sink.dtype)
     return grad_q, totals[0].to(window_kv.dtype), totals[1].to(main_kv.dtype), grad_sink
 
