@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from openv41.layers import hierarchical_indexer
 from openv41.layers.batch import Batch
 from tests.layers.mini import random_ids
 from tests.model.mini import Session, all_arms, alone, arm_model, arms, assert_same
@@ -71,3 +72,17 @@ def test_a_batch_without_tokens():
     model = arm_model(torch.float32, False)
     out = model(Batch.from_documents([[], []]))
     assert model.logits(out.hidden).shape == (0, model.config.vocab_size)
+
+
+@pytest.mark.parametrize("rows_at_once", [1 << 24, 24])
+def test_candidates_listed_apart_choose_the_same(monkeypatch, rows_at_once):
+    """As a GPU gathers them: every token alone, all at once or a few at a time."""
+    model = arm_model(torch.float64, False)
+    want = Session(model).feed(DOCUMENTS, {6: [9, 3]})
+    monkeypatch.setattr(hierarchical_indexer, "lists_candidates", lambda *_: True)
+    monkeypatch.setattr(hierarchical_indexer, "PAIRS_LISTED", rows_at_once)
+    apart = Session(model).feed(DOCUMENTS, {6: [9, 3]})
+    for request in DOCUMENTS:
+        assert_same(
+            apart.everything(request), want.everything(request), torch.float64, bitwise=False
+        )

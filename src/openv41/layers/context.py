@@ -18,7 +18,7 @@ from openv41.layers.probe import Probe
 from openv41.layers.store import KVStore, Slot, Spans
 
 PAIRS_AT_ONCE = 1 << 18  # query-entry pairs scored in one piece
-PAIRS_ON_GPU = 1 << 22  # there a piece costs its launches
+PAIRS_ON_GPU = 1 << 25  # there a piece costs its launches, and the kernel has only scores
 
 
 @dataclass

@@ -64,25 +64,33 @@ class Engram(nn.Module):
 
     def forward(self, x: Float[Tensor, "T N D"], ctx: ForwardContext) -> Float[Tensor, "T N D"]:
         """Look up the n-grams that end at each token and add them; image rows pass unchanged."""
-        rows = ctx.engram_rows.get(self.layer)
-        if rows is None:
-            rows = self._hash(ctx)
-        rows = ctx.observe(f"layers.{self.layer}.engram_hash_ids", rows)
-        found = self.table(rows, x.dtype).flatten(1)
+        found = self._found(x.dtype, ctx)
         keys, value = self.wkv(found).split([x.shape[1] * x.shape[2], x.shape[2]], dim=-1)
         keys = keys.unflatten(-1, x.shape[1:])
-        gate = ops.engram_gate(
-            x,
-            keys,
-            self.q_weight,
-            self.k_weight,
-            self.norm_eps,
-            deterministic=self.numerics.deterministic,
-        )
+        weights = self.q_weight, self.k_weight, self.norm_eps
+        deterministic = self.numerics.deterministic
+        if not ctx.is_wanted(f"layers.{self.layer}.engram_gate"):
+            return ops.engram_update(
+                x, keys, value, *weights, ctx.is_image, deterministic=deterministic
+            )
+        gate = ops.engram_gate(x, keys, *weights, deterministic=deterministic)
         if ctx.is_image is not None:
             gate = gate.masked_fill(ctx.is_image[:, None], 0)
         gate = ctx.observe(f"layers.{self.layer}.engram_gate", gate)
         return ops.add_gated(x, gate, value)
+
+    def _found(self, dtype: torch.dtype, ctx: ForwardContext) -> Float[Tensor, "T memory"]:
+        """Values of each token's rows, in one step where nobody asks for the rows."""
+        name, rows = f"layers.{self.layer}.engram_hash_ids", ctx.engram_rows.get(self.layer)
+        own = isinstance(self.table, QuantizedTable) and self.table.weight is None
+        if own and rows is None and not ctx.is_wanted(name):
+            assert ctx.recent_ids is not None, "the model must set recent_ids before its layers"
+            constants = self.multipliers, self.primes, self.offsets, ctx.pad_id
+            table = self.table.codes, self.table.scales
+            return ops.lookup_ngrams(ctx.recent_ids, *constants, *table, dtype)
+        rows = ctx.observe(name, self._hash(ctx) if rows is None else rows)
+        values: Tensor = self.table(rows, dtype)
+        return values.flatten(1)
 
     def _hash(self, ctx: ForwardContext) -> Int[Tensor, "T lookups"]:
         assert ctx.recent_ids is not None, "the model must set recent_ids before its layers"

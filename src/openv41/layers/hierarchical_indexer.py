@@ -23,6 +23,8 @@ from openv41.layers.store import Slot
 from openv41.ops.deterministic import TILE_WIDTH
 from openv41.plan import LayerPlan
 
+PAIRS_LISTED = 1 << 24  # of a token and a candidate, listed at one time
+
 
 @dataclass
 class _Found:
@@ -31,6 +33,11 @@ class _Found:
     selected: Int[Tensor, "T K"]
     pool: Int[Tensor, "T blocks"]
     scores: Float[Tensor, "T M"] | None = None
+
+
+def lists_candidates(q: Tensor, numerics: NumericsConfig) -> bool:
+    """Whether each token's candidates are gathered apart, not those of neighbours once."""
+    return q.is_cuda and not numerics.deterministic
 
 
 class HierarchicalIndexer(nn.Module):
@@ -70,9 +77,13 @@ class HierarchicalIndexer(nn.Module):
         q, weights = self._queries(x, q_latent, ctx)
         found = self._empty(x, ctx)
         from_pool = self.plan.uses_candidates and ctx.candidates is not None
+        apart = from_pool and lists_candidates(q, self.numerics)
+        if apart:
+            self._select_from_own_pools(q, weights, ctx, found)
         select = self._select_from_pool if from_pool else self._select_from_all
         for segment in ctx.segments(self.plan.ratio):
-            select(segment, q, weights, ctx, found)
+            if not apart:
+                select(segment, q, weights, ctx, found)
             if found.scores is not None:
                 flat, num = segment.token_rows.flatten(), segment.entry_rows.shape[1]
                 scores = self._scores(segment, q, weights, ctx).flatten(0, 1)
@@ -141,13 +152,12 @@ class HierarchicalIndexer(nn.Module):
         """Choose from all visible entries; the candidate source also chooses the pool."""
         flat, num = segment.token_rows.flatten(), segment.entry_rows.shape[1]
         visible = ctx.entries(self.plan.ratio).visible[flat]
-        allowed = torch.arange(num, device=flat.device) < visible[:, None]  # [B*T, M]
         if num <= self.indexer.top_k and not self.plan.publishes_candidates:
-            scores = torch.zeros(allowed.shape, device=flat.device)
+            scores = torch.zeros(len(flat), num, device=flat.device)
         else:
             scores = self._scores(segment, q, weights, ctx).flatten(0, 1)
             self._count(scores.numel(), ctx)
-        top = ops.select_top_k(scores, allowed, self.indexer.top_k)
+        top = ops.select_top_k(scores, None, self.indexer.top_k, visible)
         found.selected[flat, : top.shape[1]] = top
         if self.plan.publishes_candidates:
             pool = ops.choose_candidates(
@@ -187,6 +197,27 @@ class HierarchicalIndexer(nn.Module):
         top = torch.where(places < 0, -1, entries.gather(1, places.clamp(min=0)))
         width = min(top.shape[1], found.selected.shape[1])  # behind it are only -1
         found.selected[rows.flatten(), :width] = top[:, :width]
+
+    def _select_from_own_pools(
+        self, q: Tensor, weights: Tensor, ctx: ForwardContext, found: _Found
+    ) -> None:
+        """Choose from the candidates of each token alone: no size depends on what they are."""
+        assert ctx.candidates is not None, f"{self._name('indexer')}: no pool was published"
+        size, known = self.indexer.block_size, ctx.entries(self.plan.ratio)
+        keys = ctx.entry_rows(self._keys, self.plan.ratio)
+        within = torch.arange(size, device=q.device)
+        tokens = torch.arange(len(q), device=q.device)
+        for part in tokens.split(max(1, PAIRS_LISTED // max(1, ctx.candidates.shape[1] * size))):
+            pool = ctx.candidates[part, :, None]
+            entries = torch.where(pool < 0, -1, pool * size + within).flatten(1)  # [T, listed]
+            entries = torch.where(entries < known.visible[part, None], entries, -1)
+            rows = torch.where(entries < 0, -1, entries + known.first_rows[part, None])
+            scores = ops.selected_scores(q[part], weights[part], keys, rows, self._score_dtype)
+            self._count(scores.numel(), ctx)
+            places = ops.select_top_k(scores, None, self.indexer.top_k)
+            top = torch.where(places < 0, -1, entries.gather(1, places.clamp(min=0)))
+            width = min(top.shape[1], found.selected.shape[1])  # behind it are only -1
+            found.selected[part, :width] = top[:, :width]
 
     def _count(self, pairs: int, ctx: ForwardContext) -> None:
         done = ctx.work.entries_scored

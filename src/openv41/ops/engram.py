@@ -47,8 +47,10 @@ def lookup_ngrams(  # noqa: PLR0917 -- the arguments of hash_ngrams, then the ta
 ) -> Float[Tensor, "T G*Q*W"]:
     """Values of the table rows that ``hash_ngrams`` gives, joined; E4M3 codes in blocks of 32."""
     rows = hash_ngrams(recent, multipliers, primes, offsets, pad_id).flatten()
-    found = (x.view(torch.uint8).index_select(0, rows).view(x.dtype) for x in (codes, scales))
-    values = dequantize_fp8_rows(*found, dtype)
+    found, scale = (
+        x.view(torch.uint8).index_select(0, rows).view(x.dtype) for x in (codes, scales)
+    )
+    values = dequantize_fp8_rows(found, scale, dtype)
     return values.view(len(recent), primes.numel() * codes.shape[1])
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 # Keys are unpacked to 2^-64 of their value and queries to 2^64: so scales fit bf16's exponents.
 UP: tl.constexpr = tl.constexpr(2.0**64)
 ROW_BYTES = 68  # of a packed row of 128 elements
-ROW_WORDS: tl.constexpr = tl.constexpr(17)  # 16 of codes, one of scales
+ROW_WORDS = 17  # 16 of codes, one of scales
 WORDS: tl.constexpr = tl.constexpr(16)
 TO_NORMAL: tl.constexpr = tl.constexpr(2.0**126)  # what codes as float32 bits lack
 NAN_BYTE: tl.constexpr = tl.constexpr(255)
@@ -125,7 +125,8 @@ def _code(word, scale, K: tl.constexpr):
 def _packed_rows(rows, at, mask, ASM: tl.constexpr, DOT: tl.constexpr):
     """Unpack rows that start at these words, to 2^-64 of their value: columns 8 j + k by k."""
     column = tl.arange(0, WORDS)
-    word = tl.load(rows + at[:, None] + column[None, :], mask=mask[:, None], other=0)
+    place = tl.multiple_of(rows + at[:, None] + column[None, :], (4, 4))  # bytes: no more is sure
+    word = tl.load(place, mask=mask[:, None], other=0)
     scales = tl.load(rows + at + WORDS, mask=mask, other=0)
     byte = (scales[:, None] >> ((column // 4) * 8)[None, :]) & 255
     scale = _scale_value(byte, 62)
@@ -173,6 +174,7 @@ def _packed_scores(
     T,
     width,
     table_stride,
+    row_words,  # no constant: the compiler then knows that rows start at any word
     PER_PAGE: tl.constexpr,
     HAS_TABLE: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
@@ -191,7 +193,7 @@ def _packed_scores(
     there = (query < T) & (head < I)
     at = (batch * T + query) * I + head
     weight = tl.load(weights + at, mask=there, other=0.0).to(tl.float32)
-    q0, q1, q2, q3, q4, q5, q6, q7 = _packed_rows(q, at * ROW_WORDS, there, False, tl.float32)
+    q0, q1, q2, q3, q4, q5, q6, q7 = _packed_rows(q, at * row_words, there, False, tl.float32)
     q0, q1 = _raised(q0, DOT, TURNED), _raised(q1, DOT, TURNED)
     q2, q3 = _raised(q2, DOT, TURNED), _raised(q3, DOT, TURNED)
     q4, q5 = _raised(q4, DOT, TURNED), _raised(q5, DOT, TURNED)
@@ -209,7 +211,7 @@ def _packed_scores(
             row = page.to(tl.int64) * PER_PAGE + entry % PER_PAGE
         else:
             row = batch * table_stride + entry
-        k0, k1, k2, k3, k4, k5, k6, k7 = _packed_rows(keys, row * ROW_WORDS, entry < most, ASM, DOT)
+        k0, k1, k2, k3, k4, k5, k6, k7 = _packed_rows(keys, row * row_words, entry < most, ASM, DOT)
         if TURNED:
             dots = tl.zeros((QUERIES * HEADS, ENTRIES), tl.float32)
         else:
@@ -240,6 +242,7 @@ def _to_fp8(
     codes,
     scales,
     num,
+    row_words,
     PER_PAGE: tl.constexpr,
     HAS_TABLE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -254,9 +257,10 @@ def _to_fp8(
     if HAS_TABLE:
         page = tl.load(table + entry // PER_PAGE, mask=inside, other=0).to(tl.int64)
         row = page * PER_PAGE + entry % PER_PAGE
-    at = row * ROW_WORDS
+    at = row * row_words
     column = tl.arange(0, WORDS)
-    word = tl.load(rows + at[:, None] + column[None, :], mask=inside[:, None], other=0)
+    place = tl.multiple_of(rows + at[:, None] + column[None, :], (4, 4))
+    word = tl.load(place, mask=inside[:, None], other=0)
     packed = tl.load(rows + at + WORDS, mask=inside, other=0)
     byte = (packed[:, None] >> ((column // 4) * 8)[None, :]) & 255
     largest = tl.max(tl.where(word != 0, byte, 0), 1)
@@ -393,6 +397,7 @@ def packed_scores(
         tokens,
         width,
         per_page if table is None else table.stride(0),
+        ROW_WORDS,
         PER_PAGE=1 if table is None else per_page,
         HAS_TABLE=table is not None,
         I=num,
@@ -474,7 +479,7 @@ def to_fp8(
     scales = torch.empty(num, dtype=torch.float32, device=rows.device)
     if num:
         _to_fp8[(triton.cdiv(num, 64),)](
-            *(rows.contiguous().view(torch.int32), table, codes, scales, num),
+            *(rows.contiguous().view(torch.int32), table, codes, scales, num, ROW_WORDS),
             PER_PAGE=per_page,
             HAS_TABLE=table is not None,
             ROWS=64,
