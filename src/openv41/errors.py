@@ -37,6 +37,10 @@ class KernelUnavailableError(OpenV41Error, RuntimeError):
     """A fast kernel was required and cannot run on these inputs."""
 
 
+class LostProcessError(OpenV41Error, RuntimeError):
+    """Another process of a run of several has ended, and this one cannot go on without it."""
+
+
 class OverloadedError(OpenV41Error, RuntimeError):
     """The engine cannot take another request now; a later one may find room."""
 

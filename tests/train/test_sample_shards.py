@@ -340,3 +340,10 @@ def test_a_teacher_sees_the_images_too(run, tmp_path):
     Trainer(changed(taught, tokens=192, lm_weight=0.0), resume=False).fit()
     losses = [record["distill_loss"] for record in read_log(tmp_path / "out")]
     assert abs(losses[0]) < 1e-7 < losses[1]
+
+
+def test_images_without_an_image(run, tokenizer, tmp_path):
+    words = (Sample(f"{i}", parts=(TextPart("thou art grey"),)) for i in range(4))
+    bare = prepare_sample_shards(words, tokenizer, VISION, tmp_path / "bare", max_tokens=64)
+    with pytest.raises(InputError, match=r"bare holds no image; train on answers .*--sft"):
+        Trainer(replace(run, images=bare.folder, out=tmp_path / "out"), resume=False)

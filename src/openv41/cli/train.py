@@ -86,7 +86,7 @@ def train(
     ] = False,
 ) -> None:
     """Train a model on text, and on images; OUT/checkpoint holds it in the end."""
-    names = [name.strip() for name in stages.split(",")]
+    names = [name for word in stages.split(",") if (name := word.strip())]
     source = base or preset
     if source is None or (base and preset):
         raise InputError("name either a preset or, with --from, a checkpoint to start from")

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
 from openv41.ops.precision import widened
@@ -74,6 +75,7 @@ class _InPieces(torch.autograd.Function):
         return summed, each
 
     @staticmethod
+    @once_differentiable  # the gradient was computed with the loss
     def backward(
         ctx: Any,  # noqa: ANN401 -- of torch, without annotations
         of_summed: Tensor,

@@ -447,7 +447,13 @@ class Trainer:
         if self.run.model.vision is None:
             problem = f"the model has no vision encoder for {folder}; train on --images too"
             raise ConfigError("train", [problem])
-        return self._open_samples(folder)
+        shards = self._open_samples(folder)
+        if not shards.index.image_tokens:
+            raise InputError(
+                f"{folder} holds no image; train on answers to text alone with --sft, in the stage "
+                f"{SFT_STAGE}"
+            )
+        return shards
 
     def _open_heldout(self) -> HeldOut | None:
         if self.run.heldout is None or self.stage.makes_encoder:

@@ -16,7 +16,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from openv41.errors import InputError
+from openv41.errors import InputError, LostProcessError, OpenV41Error
 
 CPU = torch.device("cpu")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -128,7 +128,8 @@ def _all_to_all(rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
 def join(device: torch.device) -> Iterator[Processes]:
     """Join the processes that torchrun started, if it did, on ``device`` or one of its kind.
 
-    Raises InputError for a device that cannot be shared, and outside torchrun's processes.
+    Raises InputError for a device that cannot be shared, and outside torchrun's processes; within
+    the block LostProcessError where another process no longer answers.
     """
     size = _number("WORLD_SIZE", 1)
     if size == 1:
@@ -149,8 +150,22 @@ def join(device: torch.device) -> Iterator[Processes]:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     try:
         yield Processes(rank, size, device)
+    except RuntimeError as error:  # also those of torch.distributed
+        if isinstance(error, OpenV41Error) or not _is_of_lost_process(error):
+            raise
+        raise LostProcessError(
+            f"another process of the run has ended (process {rank} of {size} finds: "
+            f"{str(error).splitlines()[0]}); its own message says why. The last checkpoint is "
+            "good: start the run again with --resume, or let torchrun do it with --max-restarts"
+        ) from error
     finally:
         dist.destroy_process_group()
+
+
+def _is_of_lost_process(error: RuntimeError) -> bool:
+    """Whether a collective operation failed because a process is gone; gloo has no type for it."""
+    closed = ("closed by peer", "reset by peer")
+    return isinstance(error, dist.DistError) or any(words in str(error) for words in closed)
 
 
 def _restarts() -> int:
