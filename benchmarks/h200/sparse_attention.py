@@ -96,15 +96,12 @@ def tiled(*sizes: int) -> Callable[..., Tensor]:
 
 def packed_row(tokens: int, heads: int, rows: int, goals: tuple[Goal, ...], peer: str) -> Row:
     """Attention from packed rows."""
-    parts = max(1, min(10, 132 // tokens))
-    sizes = {64: [(64, 8, 3), (32, 8, 3)], 16: [(64, 4, 2), (32, 4, 2), (32, 8, 2)]}
-    variants = {
-        f"{k} rows, {w} warps, {s} stages": tiled(heads, k, w, s, parts)
-        for k, w, s in sizes[heads]
-        if tokens in {64, 256, 8192}
-    }
-    if tokens <= 8:
-        variants["5 parts"] = tiled(heads, 64, 8, 3, 5, 1)
+    variants = {}
+    if tokens in {256, 8192}:
+        variants["Triton, 64 rows"] = tiled(64, 64, 8, 3, 1)
+    if tokens <= 64 and heads == 64:
+        other = 5 if tokens < 64 else 1
+        variants[f"{other} parts"] = tiled(64, 64, 8, 3, other, 1)
     shape = {"T": tokens, "heads": heads, "keys": f"{NEAR}+{FAR}", "rows": rows}
     return Row(
         op="packed_sparse_attention",
@@ -204,10 +201,7 @@ def training_rows(tokens: int, heads: int) -> Iterator[Row]:
     product = tokens * heads * keys * WIDTH * 2
     rows = 2 * tokens * WIDTH * 2 + tokens * keys * 8
     queries = tokens * heads * WIDTH * 2
-    sizes = {
-        64: {"forward": [(32, 8, 3), (32, 8, 2)], "train": [(32, 8, 2), (32, 8, 1)]},
-        16: {"forward": [(64, 4, 2), (32, 8, 2)], "train": [(64, 4, 1), (32, 8, 2)]},
-    }[heads]
+    sizes = {"forward": [(32, 8, 3)], "train": [(32, 8, 2)]} if heads == 64 else {}
     for name, function, products, moved, goals in (
         ("forward", forward, 2, 2 * queries + rows, ()),
         ("train", train, 7, 6 * queries + 3 * rows, (Goal("reference_ratio", 3.0),)),
@@ -235,15 +229,15 @@ def training_rows(tokens: int, heads: int) -> Iterator[Row]:
 def rows() -> list[Row]:
     """Decode at every number of queries, prefill, and training as released and as ``small``."""
     found = []
-    for tokens, (us, ratio) in DECODE.items():
-        count = max(65536, min(tokens * 16384, 1 << 21))
-        goals = (Goal("us", us), Goal("peer_ratio", ratio))
-        found.append(packed_row(tokens, 64, count, goals, "flashmla:decode"))
-    found.append(packed_row(64, 16, 1 << 20, (), ""))
     for count, us in PREFILL.items():
         goals = (Goal("us", us), Goal("peer_ratio", 0.9))
         found.append(packed_row(8192, 64, count, goals, "flashmla:prefill"))
-    return [*found, *training_rows(8192, 64), *training_rows(4096, 16)]
+    for tokens, (us, ratio) in reversed(DECODE.items()):
+        count = max(65536, min(tokens * 16384, 1 << 21))
+        goals = (Goal("us", us), Goal("peer_ratio", ratio))
+        found.append(packed_row(tokens, 64, count, goals, "flashmla:decode"))
+    found += [*training_rows(8192, 64), *training_rows(4096, 16)]
+    return [*found, packed_row(64, 16, 1 << 20, (), "")]
 
 
 if __name__ == "__main__":
