@@ -204,7 +204,7 @@ def training_rows(tokens: int, heads: int) -> Iterator[Row]:
     sizes = {"forward": [(32, 8, 3)], "train": [(32, 8, 2)]} if heads == 64 else {}
     for name, function, products, moved, goals in (
         ("forward", forward, 2, 2 * queries + rows, ()),
-        ("train", train, 7, 6 * queries + 3 * rows, (Goal("reference_ratio", 3.0),)),
+        ("train", train, 7, 6 * queries + 3 * rows, (Goal("peer_ratio", 3.0),)),
         ("mass", masses, 1, queries + rows + tokens * FAR * 4, ()),
     ):
         variants = {
@@ -222,6 +222,7 @@ def training_rows(tokens: int, heads: int) -> Iterator[Row]:
             floor_bytes=moved,
             floor_flops=products * product,
             variants=variants,
+            peers=("compiled:sparse_attention",) if goals else (),
             goals=goals,
         )
 
