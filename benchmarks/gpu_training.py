@@ -128,7 +128,7 @@ def measure_ours(options: argparse.Namespace, processes: Processes) -> Line:
 
 
 def train_config(options: argparse.Namespace, tokens: int) -> TrainConfig:
-    """The step that is measured: one micro-batch per process, activations recomputed."""
+    """The step that is measured: one micro-batch per process."""
     optimizer = OptimizerConfig(ns_dtype="bfloat16")
     if "AdamW" in options.part:
         optimizer = replace(optimizer, matrix_update="adamw", token_update="adamw")
@@ -137,7 +137,7 @@ def train_config(options: argparse.Namespace, tokens: int) -> TrainConfig:
         sequence_length=options.context,
         batch_tokens=tokens,
         warmup_tokens=0,
-        activation_checkpointing=True,
+        activation_checkpointing=not options.keep_activations,
         update_rms_steps=0,
         optimizer=optimizer,
     )
@@ -177,9 +177,9 @@ def start_part(options: argparse.Namespace, part: str, gpus: str) -> subprocess.
     number = PARTS[part]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)]
     words = [
-        f"--{key.replace('_', '-')}={value}"
+        f"--{key.replace('_', '-')}" if value is True else f"--{key.replace('_', '-')}={value}"
         for key, value in vars(options).items()
-        if key != "part"
+        if key != "part" and value is not False
     ]
     module = ["-m", "benchmarks.gpu_training", "--part", part, *words]
     return subprocess.Popen(
@@ -196,6 +196,7 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
     about: Line = {"preset": options.preset, "context": options.context}
     about["tokens_per_gpu_and_step"] = options.documents * options.context
     about |= {"warm_up_steps": options.warm_up, "measured_steps": options.steps}
+    about["recomputes_activations"] = not options.keep_activations
     if torch.cuda.is_available():
         about |= {"device": torch.cuda.get_device_name(0), "found": torch.cuda.device_count()}
     alone = tuple({part: "0"} for part, gpus in PARTS.items() if gpus == 1)
@@ -218,6 +219,8 @@ def parser(program: str) -> argparse.ArgumentParser:
     words.add_argument("--documents", type=int, default=2, help="per GPU and step")
     words.add_argument("--context", type=int, default=4096)
     words.add_argument("--device", default="cuda")
+    help_ = "do not recompute them in the backward pass; NeMo never does"
+    words.add_argument("--keep-activations", action="store_true", help=help_)
     words.add_argument("--warm-up", type=int, default=2, help="steps before the measured ones")
     words.add_argument("--steps", type=int, default=5)
     words.add_argument("--limit", type=int, default=75, help="seconds of one part")
