@@ -128,15 +128,17 @@ def select_top_k(
     if visible is not None:
         entries = torch.arange(scores.shape[1], device=scores.device)
         scores = scores.masked_fill(entries >= visible[:, None], -torch.inf)
+    past = scores.shape[1]
     if k == 0:
         return ids_of(keep_top_k(scores, k), k)
-    best, ids = scores.topk(k, dim=1)
-    last = best[:, -1:]
-    if bool((((scores >= last) & (last > -torch.inf)).sum(dim=1) > k).any()):
-        return ids_of(keep_top_k(scores, k), k)  # a tie at the boundary: the lowest index wins
-    past = scores.shape[1]
-    ids = ids.masked_fill(best == -torch.inf, past).sort(dim=1).values
-    return ids.masked_fill(ids == past, -1)
+    best, ids = scores.topk(min(k + 1, past), dim=1)
+    tied = (best[:, k - 1 : k] == best[:, k:]) & (best[:, k:] > -torch.inf)  # [T, 1], or [T, 0]
+    ids = ids[:, :k].masked_fill(best[:, :k] == -torch.inf, past).sort(dim=1).values
+    ids = ids.masked_fill(ids == past, -1)
+    if bool(tied.any()):  # at the boundary: the lowest index wins
+        rows = tied.nonzero()[:, 0]
+        ids[rows] = ids_of(keep_top_k(scores[rows], k), k)
+    return ids
 
 
 def keep_top_k(scores: Float[Tensor, "T M"], k: int) -> Bool[Tensor, "T M"]:

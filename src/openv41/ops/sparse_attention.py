@@ -261,6 +261,10 @@ def _gather(kv: Tensor, rows: Tensor, dtype: torch.dtype, *, is_whole: bool) -> 
         return kv.new_zeros(*rows.shape, kv.shape[-1], dtype=dtype)
     if is_whole:
         return kv.index_select(0, rows.flatten()).to(dtype).view(*rows.shape, kv.shape[-1])
+    if rows.numel() > len(kv):  # a copy of the store costs less than to fill what was read
+        padded = F.pad(kv, (0, 0, 0, 1))
+        picked = padded.index_select(0, torch.where(rows < 0, len(kv), rows).flatten()).to(dtype)
+        return picked.view(*rows.shape, kv.shape[-1])
     picked = kv.index_select(0, rows.clamp(min=0).flatten()).to(dtype)
     picked = picked.view(*rows.shape, kv.shape[-1])
     absent = rows < 0
