@@ -14,26 +14,13 @@ from openv41.ops import mega_mhc, update_streams
 DIM, STREAMS = 5120, 4
 CONSTANTS = {"steps": 20, "eps": 1e-6, "norm_eps": 1e-20}
 TRIED: dict[str, str] = {}
-CUTS = {  # tokens, width, chunks, warps, stages, whether in one launch
-    "64x32x4": (64, 32, 4, 8, 2, True),
-    "64x32x10": (64, 32, 10, 8, 2, True),
-    "64x32x20": (64, 32, 20, 8, 2, True),
-    "64x32x8, 3 stages": (64, 32, 8, 8, 3, True),
-    "64x32x8, 4 warps": (64, 32, 8, 4, 2, True),
-    "64x64x4": (64, 64, 4, 8, 2, True),
-    "64x64x4, 16 warps": (64, 64, 4, 16, 2, True),
-    "128x32x8": (128, 32, 8, 8, 2, True),
-    "32x32x8, 4 warps": (32, 32, 8, 4, 2, True),
-    "two launches, 64x32x8": (64, 32, 8, 8, 2, False),
-    "two launches, 64x32x20": (64, 32, 20, 8, 2, False),
-    "two launches, 64x64x20": (64, 64, 20, 8, 3, False),
+CUTS = {  # in Triton: tokens, width, chunks, warps, stages, whether in one launch
+    "triton": (64, 32, 8, 8, 2, True),
+    "triton, two launches": (64, 32, 20, 8, 2, False),
 }
 FEW = {
-    "16x32x1": (16, 32, 1, 4, 1, True),
-    "16x32x2, 8 warps": (16, 32, 2, 8, 2, True),
-    "16x64x1": (16, 64, 1, 4, 1, True),
-    "16x64x1, 8 warps": (16, 64, 1, 8, 1, True),
-    "two launches, 16x32x2": (16, 32, 2, 4, 2, False),
+    "triton": (16, 64, 1, 4, 1, True),
+    "triton, two launches": (16, 32, 2, 4, 2, False),
 }
 NAMES = ("x", "y", "b", "c", "a", "fn", "base", "scale", "norm")
 
@@ -185,9 +172,9 @@ def update_row(tokens: int) -> Row:
 
 
 def rows() -> list[Row]:
-    """From one token to a chunk of a prompt."""
-    forward = [forward_row(tokens) for tokens in (1, 8, 64, 256, 8192)]
-    return [*forward, training_row(8192), update_row(8192)]
+    """A chunk of a prompt, and the tokens of decode steps."""
+    many, *few = (forward_row(tokens) for tokens in (8192, 1, 64, 8, 256))
+    return [many, training_row(8192), *few, update_row(8192)]
 
 
 if __name__ == "__main__":

@@ -21,11 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from openv41.ops import mhc_cuda
+
 WIDTH = 32  # of the mixes, N (N + 2) of which are used
 MOST_SLICES = 128  # programs that wait for each other: all run at once on any GPU of ours
 MOST_TILES = 1 << 14  # with a counter each
 FEW_TOKENS = 512
 CHUNK = 32  # numbers of a row that a program reads at once
+GRAPHS = -1  # in the place of a stream
 PATIENCE = 1 << 22  # polls after which a program gives up: wrong numbers instead of a hang
 
 # The interpreter has no product of bf16.
@@ -375,19 +378,27 @@ def tiling(tokens: int, dim: int) -> Tiling:
 
 
 @functools.cache
-def _counters(device: torch.device, stream: int, slices: int) -> Tensor:
-    """Counters of the tiles of launches on one stream; all multiples of ``slices`` in between."""
-    return torch.zeros(MOST_TILES, dtype=torch.int64, device=device)
+def _counters_of(device: torch.device) -> dict[tuple[int, int], Tensor]:
+    """Counters of the tiles, by stream and number of slices, of which they are multiples."""
+    return {}
 
 
 def _shared_counters(x: Tensor, tiles: int, slices: int) -> Tensor | None:
-    """The counters of this launch, or None where programs cannot wait for each other."""
+    """The counters of this launch, or None where programs cannot wait for each other.
+
+    Launches of one stream follow each other; all graphs share counters, and may not run at once.
+    """
     if not x.is_cuda or tiles > MOST_TILES or slices > MOST_SLICES:
         return None
+    known = _counters_of(x.device)
     stream = torch.cuda.current_stream(x.device).cuda_stream
-    if torch.cuda.is_current_stream_capturing():  # memory of a graph must not outlive it
-        return torch.zeros(tiles, dtype=torch.int64, device=x.device)
-    return _counters(x.device, stream, slices)
+    if torch.cuda.is_current_stream_capturing():
+        found = known.get((GRAPHS, slices))  # memory of a graph must not outlive it: not kept
+        return torch.zeros(tiles, dtype=torch.int64, device=x.device) if found is None else found
+    for key in ((GRAPHS, slices), (stream, slices)):
+        if key not in known:
+            known[key] = torch.zeros(MOST_TILES, dtype=torch.int64, device=x.device)
+    return known[stream, slices]
 
 
 class Advanced(NamedTuple):
@@ -427,6 +438,14 @@ def advance(
     )  # fmt: skip
     if num_tokens == 0:
         return found
+    if cut is None and mhc_cuda.fits(x, (a, fn, norm, *(pending or ()))) and y.stride(0) % 8 == 0:
+        tiles, slices = mhc_cuda.tiles_of(num_tokens), mhc_cuda.slices_of(num_tokens, dim)
+        counters = _shared_counters(x, tiles, slices)
+        if counters is not None:
+            first = x, *(pending or (None, None, None)), a, fn, base, scale, norm, new
+            strides = x.stride(0), x.stride(1), y.stride(0)
+            mhc_cuda.launch((*first, *found[1:]), strides, counters, norm, constants)
+            return found
     cut = cut or tiling(num_tokens, dim)
     tiles = triton.cdiv(num_tokens, cut.tokens)
     slices = triton.cdiv(dim, cut.width * cut.chunks)
