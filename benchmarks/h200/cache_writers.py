@@ -1,5 +1,7 @@
 """Norm, rotation, rounding and storing of latents, in the three formats of the cache."""
 
+from collections.abc import Callable
+
 import torch
 
 from benchmarks.h200.harness import main
@@ -41,6 +43,17 @@ def written(**given: object) -> tuple[torch.Tensor, torch.Tensor]:
     return values, given["stored"]
 
 
+def sized(elements: int, warps: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The kernel with other sizes of a program."""
+
+    def run(**given: object) -> tuple[torch.Tensor, torch.Tensor]:
+        from openv41.ops import cache_writers_triton as file  # noqa: PLC0415
+
+        return file.launch(**given, elements=elements, warps=warps), given["stored"]
+
+    return run
+
+
 def error(given: Inputs, outputs: tuple[torch.Tensor, torch.Tensor]) -> float:
     """Share of bytes that differ from the reference, or the error of the values if it is larger."""
     values, stored = outputs
@@ -56,6 +69,7 @@ def row(kind: str, tokens: int) -> Row:
     _, width, columns = KINDS[kind]
     per_row = 2 * width + 2 * width + columns + 8 * PAIRS + 8  # in, values, bytes, angles, place
     goal = Goal("net_over_floor", 1.5) if tokens >= 8192 else Goal("over_empty_us", 3.0)
+    sizes = [(512, 1), (1024, 2), (1024, 4), (2048, 2), (4096, 4), (4096, 8)] if tokens > 64 else []
     return Row(
         op="write_latents",
         shape={"kind": kind, "T": tokens},
@@ -63,6 +77,7 @@ def row(kind: str, tokens: int) -> Row:
         ours=written,
         reference=written,
         error=error,
+        variants={f"{e} elements, {w} warps": sized(e, w) for e, w in sizes},
         tolerance=0.01,  # FP4 steps are large where a sum rounds the other way
         floor_bytes=tokens * per_row + 2 * width,
         goals=(goal,),

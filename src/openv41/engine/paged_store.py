@@ -16,7 +16,7 @@ from openv41.config import ModelConfig, NumericsConfig
 from openv41.engine.pages import PageAllocator
 from openv41.engine.rings import Addresses, Ring, RingBounds, ring_addresses, ring_slots
 from openv41.errors import ConfigError, InputError
-from openv41.layers.store import Slot, Spans
+from openv41.layers.store import Place, Slot, Spans
 from openv41.model.cache_formats import RowFormat, row_format
 
 TOKENS = Slot("tokens", -1)
@@ -204,16 +204,40 @@ class PagedStore:
             ring.write(places, spans, self._ring_rows(spans, ring.size), source)
             return
         ratio = self.config.compress_ratios[slot.layer]
-        firsts = [
-            min(max(first, self._held[r].frozen // ratio), stop)
-            for r, first, stop in zip(spans.requests, spans.firsts, spans.stops, strict=True)
-        ]
-        fresh = unrounded.detach()
-        if tuple(firsts) != spans.firsts:
+        firsts, fresh = self._fresh(spans, ratio), unrounded.detach()
+        if firsts != spans.firsts:
             parts = zip(fresh.split(spans.counts), firsts, spans.firsts, strict=True)
             fresh = torch.cat([part[new - old :] for part, new, old in parts])
-            spans = Spans(spans.requests, tuple(firsts), spans.stops)
+            spans = Spans(spans.requests, firsts, spans.stops)
         self.pages[slot][self._page_rows(spans, ratio)] = self._formats[slot.kind].pack(fresh)
+
+    def place(self, slot: Slot, spans: Spans) -> Place | None:
+        """Say where packed rows go; those in shared pages go nowhere."""
+        packing = self._formats[slot.kind].packing if slot != TOKENS else None
+        if packing is None:
+            return None
+        if slot in self.rings:
+            ring = self.rings[slot]
+            ring.note(self._places(spans.requests), spans)
+            return Place(ring.rows, self._ring_rows(spans, ring.size).of_all, packing.form)
+        ratio = self.config.compress_ratios[slot.layer]
+        rows, firsts = self._page_rows(spans, ratio), self._fresh(spans, ratio)
+        if firsts != spans.firsts:
+            parts = zip(rows.split(spans.counts), firsts, spans.firsts, strict=True)
+            rows = torch.cat(
+                [
+                    torch.cat([part.new_full((new - old,), -1), part[new - old :]])
+                    for part, new, old in parts
+                ]
+            )
+        return Place(self.pages[slot], rows, packing.form)
+
+    def _fresh(self, spans: Spans, ratio: int) -> tuple[int, ...]:
+        """First entry of each span that the request did not find in shared pages."""
+        return tuple(
+            min(max(first, self._held[r].frozen // ratio), stop)
+            for r, first, stop in zip(spans.requests, spans.firsts, spans.stops, strict=True)
+        )
 
     def read(self, slot: Slot, spans: Spans) -> Shaped[Tensor, "rows ..."]:
         """Get rows, packed request by request."""

@@ -4,6 +4,7 @@ Position p lives in place p mod size of the request's ring. Report §2.3.1.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from jaxtyping import Int64, Shaped
@@ -52,6 +53,10 @@ class Ring:
         """Keep the last rows of each span."""
         kept = rows if addresses.kept is None else rows[addresses.kept]
         self.rows[addresses.rows] = kept if self.stored is None else self.stored.pack(kept)
+        self.note(places, spans)
+
+    def note(self, places: tuple[int, ...], spans: Spans) -> None:
+        """Count the rows of these spans as written."""
         for place, first, stop in zip(places, spans.firsts, spans.stops, strict=True):
             if stop > first:
                 self.bounds.setdefault(place, RingBounds()).write(first, stop, self.size)
@@ -68,6 +73,14 @@ class Addresses:
 
     rows: Int64[Tensor, " rows"]
     kept: Int64[Tensor, " rows"] | None
+    count: int  # rows of the spans
+
+    @cached_property
+    def of_all(self) -> Int64[Tensor, " count"]:
+        """Where each row of the spans lies; -1 if it is not kept."""
+        if self.kept is None:
+            return self.rows
+        return self.rows.new_full((self.count,), -1).index_copy(0, self.kept, self.rows)
 
 
 def ring_addresses(
@@ -82,7 +95,7 @@ def ring_addresses(
         is_cut |= begin > first
         taken += stop - first
     rows = torch.cat(parts).to(device)
-    return Addresses(rows, torch.cat(kept).to(device) if is_cut else None)
+    return Addresses(rows, torch.cat(kept).to(device) if is_cut else None, taken)
 
 
 def ring_slots(layers: int, pending: tuple[int, ...]) -> list[Slot]:

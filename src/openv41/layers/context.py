@@ -13,9 +13,10 @@ from openv41 import ops
 from openv41.config import AttentionConfig
 from openv41.layers.batch import Batch
 from openv41.layers.geometry import Entries, ReplayBounds, Segment, lookback_rows, segments
+from openv41.layers.latents import Latents
 from openv41.layers.objectives import LayerLosses
 from openv41.layers.probe import Probe
-from openv41.layers.store import KVStore, Slot, Spans
+from openv41.layers.store import KVStore, Place, Slot, Spans
 
 PAIRS_AT_ONCE = 1 << 18  # query-entry pairs scored in one piece
 PAIRS_ON_GPU = 1 << 25  # there a piece costs its launches, and the kernel has only scores
@@ -178,9 +179,7 @@ class ForwardContext:
             self._ropes[key] = ops.inverse_table(self.rope(ratio))
         return self._ropes[key]
 
-    def window(
-        self, slot: Slot, new: Float[Tensor, "T C"], unrounded: Float[Tensor, "T C"]
-    ) -> tuple[Float[Tensor, "S C"], ops.Keys]:
+    def window(self, slot: Slot, latents: Latents) -> tuple[Float[Tensor, "S C"], ops.Keys]:
         """Write a row per new token; return the window context and what each token sees of it."""
         reach = self._attention.window_size
         past = self._past(slot, reach)
@@ -189,7 +188,9 @@ class ForwardContext:
             rows = lookback_rows(self.batch, reach, past, floors)
             planned = ops.plan_keys(rows, deterministic=self.deterministic)
             self._windows[past, floors] = planned
-        return self._with_past(slot, new, unrounded, past), self._windows[past, floors]
+        name = f"layers.{slot.layer}.window_kv"
+        known = self._with_past(slot, past, lambda: self._stored(slot, latents, name))
+        return known, self._windows[past, floors]
 
     def counted_rows(self, layer: int) -> Int[Tensor, " rows"] | None:
         """Rows whose losses and loads count in a layer; None for all."""
@@ -202,7 +203,7 @@ class ForwardContext:
     def look_back(self, slot: Slot, new: Tensor, reach: int) -> Int[Tensor, "T reach"]:
         """Write a number per new token; return those of the last ``reach`` positions, or -1."""
         past = self._past(slot, reach)
-        known = self._with_past(slot, new, new, past)
+        known = self._with_past(slot, past, lambda: self._kept(slot, new))
         none = torch.full_like(new[:1], -1) if len(new) else new.new_full((1,), -1)
         rows = lookback_rows(self.batch, reach, past).flip(1)  # newest first
         return torch.cat([known, none])[rows]  # row -1 is the last one
@@ -215,21 +216,38 @@ class ForwardContext:
         found = self.store.rows_before(slot, self.batch.requests, self.batch.starts)
         return tuple(min(rows, reach - 1) for rows in found)
 
-    def _with_past(
-        self, slot: Slot, new: Tensor, unrounded: Tensor, past: tuple[int, ...]
-    ) -> Tensor:
-        """Write new rows; put the past ones before them, request by request."""
+    def _with_past(self, slot: Slot, past: tuple[int, ...], write: Callable[[], Tensor]) -> Tensor:
+        """Write new rows; put the past ones, read before, in front of them, by request."""
         batch = self.batch
-        if self.store is None:
-            return new
-        parts = [new]
-        if any(past):
-            known = zip(batch.requests, batch.starts, past, strict=True)
-            spans = Spans.of((r, start - rows, start) for r, start, rows in known if rows)
-            parts.insert(0, self.store.read(slot, spans).to(new.dtype))
-        self.store.write(slot, batch.spans, new, unrounded)
-        both = torch.cat(parts) if len(parts) > 1 else new
-        return both if len(parts) == 1 or len(past) == 1 else both[self._order(past)]
+        if self.store is None or not any(past):
+            return write()
+        ranges = zip(batch.requests, batch.starts, past, strict=True)
+        spans = Spans.of((r, start - rows, start) for r, start, rows in ranges if rows)
+        known = self.store.read(slot, spans)
+        new = write()
+        both = torch.cat([known.to(new.dtype), new])
+        return both if len(past) == 1 else both[self._order(past)]
+
+    def _kept(self, slot: Slot, new: Tensor) -> Tensor:
+        if self.store is not None:
+            self.store.write(slot, self.batch.spans, new, new)
+        return new
+
+    def _stored(self, slot: Slot, latents: Latents, name: str) -> Float[Tensor, "T C"]:
+        """Write rows of this batch's tokens; returns their values, shown under their name."""
+        place = self._place(slot, self.batch.spans, latents)
+        if place is not None:
+            return self.observe(name, latents.pack_into(place))
+        new = self.observe(name, latents.rounded)
+        if self.store is not None:
+            self.store.write(slot, self.batch.spans, new, latents.unrounded)
+        return new
+
+    def _place(self, slot: Slot, spans: Spans, latents: Latents) -> Place | None:
+        """Where the rows go packed; None where they are stored or wanted as numbers."""
+        if self.store is None or latents.want_gradient:
+            return None
+        return self.store.place(slot, spans)
 
     def _order(self, past: tuple[int, ...]) -> Int[Tensor, " S"]:
         """Sort [past rows, new rows] by request."""
@@ -254,15 +272,19 @@ class ForwardContext:
             self.store.write(slot, batch.spans, new, new)
         return torch.cat([pending, new])
 
-    def publish_entries(self, slot: Slot, ratio: int, new: Tensor, unrounded: Tensor) -> None:
+    def publish_entries(self, slot: Slot, ratio: int, latents: Latents) -> None:
         """Write a row per new entry and let layers read all entries of the slot."""
         name = f"layers.{slot.layer}.{'main_kv' if slot.kind == 'main' else 'index_k'}"
         if self.store is None:
-            self._all_rows[slot] = self.observe(name, new)
+            self._all_rows[slot] = self.observe(name, latents.rounded)
             return
         entries = self.entries(ratio)
         spans = Spans(self.batch.requests, entries.stored, entries.totals)
-        self.store.write(slot, spans, new, unrounded)
+        place = self._place(slot, spans, latents)
+        if place is None:
+            self.store.write(slot, spans, latents.rounded, latents.unrounded)
+        else:
+            latents.pack_into(place)
         self._all_rows.pop(slot, None)
         if self.is_wanted(name):
             self._all_rows[slot] = self.observe(name, self.store.read(slot, entries.spans))

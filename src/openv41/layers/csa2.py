@@ -16,9 +16,9 @@ from openv41.layers.context import ForwardContext
 from openv41.layers.factory import Factory
 from openv41.layers.hierarchical_indexer import HierarchicalIndexer
 from openv41.layers.latent_attention import LatentAttention
+from openv41.layers.latents import Latents
 from openv41.layers.objectives import LayerLosses
 from openv41.layers.quantized_linear import Linear, RMSNorm
-from openv41.layers.rounding import round_index, round_main_kv, round_window_kv
 from openv41.layers.store import Slot
 from openv41.plan import LayerPlan
 
@@ -144,18 +144,16 @@ class CSA2Attention(LatentAttention):
         return chosen.kv, chosen.keys
 
     def _window_kv(self, x: Tensor, ctx: ForwardContext) -> tuple[Float[Tensor, "S C"], ops.Keys]:
-        layer = self.plan.layer
-        exact = self.latent_kv(x, ctx.rope(self.plan.ratio))
-        kv = ctx.observe(f"layers.{layer}.window_kv", round_window_kv(exact, self.numerics))
-        return ctx.window(Slot("window", layer), kv, exact)
+        rope = ctx.rope(self.plan.ratio)
+        latents = Latents("window", self.wkv(x), self.kv_norm, rope, self.numerics)
+        return ctx.window(Slot("window", self.plan.layer), latents)
 
     def _publish_main_kv(self, x: Tensor, ctx: ForwardContext) -> None:
         """Compress, then make index keys (before rotation and rounding) and main KV."""
         layer, ratio = self.plan.layer, self.plan.ratio
         rope = ctx.rope(ratio, of_entries=True)
         latent = self.compressor(x, ctx)
+        entries = Latents("main", latent, None, rope, self.numerics)
+        ctx.publish_entries(Slot("main", layer), ratio, entries)
         keys = self.indexer.keys(latent.detach(), rope)  # the indexer alone learns from them
-        entries = self.rotate(latent, rope)
-        rounded = round_main_kv(entries, self.numerics)
-        ctx.publish_entries(Slot("main", layer), ratio, rounded, entries)
-        ctx.publish_entries(Slot("index", layer), ratio, round_index(keys, self.numerics), keys)
+        ctx.publish_entries(Slot("index", layer), ratio, keys)

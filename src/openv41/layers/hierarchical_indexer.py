@@ -17,6 +17,7 @@ from openv41.config import ModelConfig, NumericsConfig
 from openv41.layers.context import ForwardContext
 from openv41.layers.factory import Factory
 from openv41.layers.geometry import Segment
+from openv41.layers.latents import Latents
 from openv41.layers.quantized_linear import Linear, QuantizedLinear, RMSNorm
 from openv41.layers.rounding import round_index
 from openv41.layers.store import Slot
@@ -59,12 +60,9 @@ class HierarchicalIndexer(nn.Module):
             self.wk = Linear(config.attention.head_dim, dim, numerics, **made)
             self.k_norm = RMSNorm(dim, config.norm_eps, **made)
 
-    def keys(
-        self, latent: Float[Tensor, "M C"], rope: Complex[Tensor, "M pairs"]
-    ) -> Float[Tensor, "M J"]:
-        """Index keys from the latents before rotation and rounding, not yet rounded."""
-        keys = self.k_norm(self.wk(latent))
-        return ops.rotate(keys, rope, deterministic=self.numerics.deterministic)
+    def keys(self, latent: Float[Tensor, "M C"], rope: Complex[Tensor, "M pairs"]) -> Latents:
+        """Index keys from the latents before rotation and rounding."""
+        return Latents("index", self.wk(latent), self.k_norm, rope, self.numerics)
 
     @torch.no_grad()
     def forward(

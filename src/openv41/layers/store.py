@@ -4,8 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int, Shaped, UInt8
 from torch import Tensor
+
+from openv41.ops.cache_writers import Format
 
 
 class Slot(NamedTuple):
@@ -45,6 +47,15 @@ class Spans:
         return sum(self.stops) - sum(self.firsts)
 
 
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where the packed rows of some spans go; a row of -1 is not kept."""
+
+    stored: UInt8[Tensor, "S columns"]
+    rows: Int[Tensor, " T"]
+    form: Format
+
+
 @runtime_checkable
 class KVStore(Protocol):
     """State of requests, addressed by absolute row: never "the last", so rollback is no case."""
@@ -60,6 +71,13 @@ class KVStore(Protocol):
 
         ``rows`` are the values that ``read`` gives back. A store that packs makes its codes from
         ``unrounded``, whose rounded values they are.
+        """
+        ...
+
+    def place(self, slot: Slot, spans: Spans) -> Place | None:
+        """Say where packed rows go that the caller writes at once, instead of ``write``.
+
+        The rows count as written. None where the store does not pack this kind.
         """
         ...
 

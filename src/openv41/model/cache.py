@@ -40,6 +40,9 @@ class DenseStore:
         ):
             self._write(request, slot, first, stop, part)
 
+    def place(self, slot: Slot, spans: Spans) -> None:
+        """Nothing is packed here."""
+
     def read(self, slot: Slot, spans: Spans) -> Shaped[Tensor, "rows ..."]:
         """Get rows; a view where only one request is asked for."""
         parts = [

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from openv41.config import ModelConfig, NumericsConfig
 from openv41.ops import quantize
+from openv41.ops.cache_writers import QUANTIZERS, Format
 
 Codes = tuple[Tensor, Tensor]
 
@@ -21,12 +22,21 @@ Codes = tuple[Tensor, Tensor]
 class Packing:
     """A packed format: codes of some elements per byte, and a scale byte per block."""
 
+    form: Format
     per_byte: int
     block: int
     code_dtype: torch.dtype
     scale_dtype: torch.dtype
-    quantize: Callable[[Tensor], Codes]
-    dequantize: Callable[..., Tensor]
+
+    @property
+    def quantize(self) -> Callable[[Tensor], Codes]:
+        """Codes and scales of rows."""
+        return QUANTIZERS[self.form][0]
+
+    @property
+    def dequantize(self) -> Callable[..., Tensor]:
+        """Values of codes and scales."""
+        return QUANTIZERS[self.form][1]
 
     def code_bytes(self, width: int) -> int:
         """Bytes of the codes of a row."""
@@ -39,28 +49,25 @@ class Packing:
 
 PACKINGS = {
     "window": Packing(
+        form="fp8",
         per_byte=1,
         block=quantize.BLOCK,
         code_dtype=torch.float8_e4m3fn,
         scale_dtype=torch.float8_e8m0fnu,
-        quantize=quantize.quantize_fp8,
-        dequantize=quantize.dequantize_fp8,
     ),
     "main": Packing(
+        form="fp4_e4m3",
         per_byte=2,
         block=quantize.MAIN_KV_BLOCK,
         code_dtype=torch.uint8,
         scale_dtype=torch.float8_e4m3fn,
-        quantize=quantize.quantize_fp4_e4m3,
-        dequantize=quantize.dequantize_fp4_e4m3,
     ),
     "index": Packing(
+        form="mxfp4",
         per_byte=2,
         block=quantize.BLOCK,
         code_dtype=torch.uint8,
         scale_dtype=torch.float8_e8m0fnu,
-        quantize=quantize.quantize_mxfp4,
-        dequantize=quantize.dequantize_mxfp4,
     ),
 }
 
