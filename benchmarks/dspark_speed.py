@@ -9,6 +9,7 @@ spread is that of an engine without speculation beside itself.
 """
 
 import argparse
+import json
 import statistics
 import time
 from collections import Counter
@@ -21,7 +22,7 @@ import torch
 
 from benchmarks.record import REPOSITORY, record
 from openv41.cli.dspark import answers_of, held_out_prompts
-from openv41.engine.dspark_files import Surroundings
+from openv41.engine.dspark_files import PROFILE_FILE, Surroundings
 from openv41.engine.engine import Engine, EngineConfig
 from openv41.engine.paged_store import CacheConfig
 from openv41.engine.request import Answer, Request
@@ -69,6 +70,7 @@ def synchronize(engine: Engine) -> None:
 
 def measure(checkpoint: Path, text: Path, options: argparse.Namespace) -> Iterator[dict]:
     """A line for each load and engine."""
+    yield from profile_lines(checkpoint, options.label)
     for load in options.loads:
         arms = Arms(checkpoint, load, options.tokens, options.device)
         count = PER_LOAD * load
@@ -103,6 +105,21 @@ def measure(checkpoint: Path, text: Path, options: argparse.Namespace) -> Iterat
                 "repeated_4_grams": repeated[name],
                 **speculation(before[name], engine.stats()),
             }
+
+
+def profile_lines(checkpoint: Path, label: str) -> Iterator[dict]:
+    """What the scheduler plans by."""
+    costs = json.loads((checkpoint / PROFILE_FILE).read_text())
+    rows = zip(costs["requests"], costs["plain"], costs["verify"], strict=True)
+    for load, plain, verify in rows:
+        yield {
+            "benchmark": "dspark_profile",
+            "label": label,
+            "device": costs["measured"]["device"],
+            "load": load,
+            "plain_ms": plain * 1e3,
+            "verify_ms": [seconds * 1e3 for seconds in verify],
+        }
 
 
 def speculation(before: EngineStats, after: EngineStats) -> dict[str, object]:
@@ -177,7 +194,7 @@ def main() -> None:
     options = parser.parse_args()
     name = f"dspark_speed_{options.label}"
     found = record(name, measure(options.checkpoint, options.text, options))
-    draw(found, PICTURE.with_stem(name))
+    draw([line for line in found if "engine" in line], PICTURE.with_stem(name))
 
 
 if __name__ == "__main__":

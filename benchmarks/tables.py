@@ -77,6 +77,73 @@ def gpu_training() -> list[tuple[str, ...]]:
     return rows
 
 
+def dspark_speed(label: str) -> list[tuple[str, ...]]:
+    """Speed of each engine by load, and what the scheduler made of its drafts."""
+    rows = [
+        ("requests", "none, tokens/s", "scheduled", "ratio", "all verified", "none again",
+         "drafts per round", "accepted length", "drafting steps", "repeated 4-grams")
+    ]  # fmt: skip
+    lines = [line for line in read(f"dspark_speed_{label}") if "engine" in line]
+    for load in sorted({int(str(line["load"])) for line in lines}):
+        by = {str(line["engine"]): line for line in lines if line["load"] == load}
+        ours = by["scheduled"]
+        rows.append(
+            (
+                str(load),
+                f"{by['none']['tokens_per_second']:,.0f}",
+                f"{ours['tokens_per_second']:,.0f}",
+                _range(ours, "ratio"),
+                _range(by["verify all"], "ratio"),
+                _range(by["again"], "ratio"),
+                f"{ours['drafts_per_round']:.1f}",
+                f"{ours['mean_accepted_length']:.2f}",
+                f"{ours['drafting_steps']:,}",
+                f"{ours['repeated_4_grams']:.1%}",
+            )
+        )
+    return rows
+
+
+def dspark_profile(label: str) -> list[tuple[str, ...]]:
+    """Milliseconds of a step by requests and by drafts verified of each."""
+    lines = [line for line in read(f"dspark_speed_{label}") if "plain_ms" in line]
+    most = range(len(lines[0]["verify_ms"]))
+    rows = [("requests", "plain", *(f"{count} drafts" for count in most))]
+    for line in lines:
+        times = line["plain_ms"], *line["verify_ms"]
+        rows.append((str(line["load"]), *(f"{time:.1f}" for time in times)))
+    return rows
+
+
+def dspark_replay() -> list[tuple[str, ...]]:
+    """The replayed trace under each policy."""
+    lines = read("dspark_replay")
+    fixed = [x["tokens_per_second"] for x in lines if not str(x["policy"]).startswith("scheduled")]
+    rows = [("policy", "tokens/s", "to the best fixed one", "drafts per step", "of them accepted")]
+    for line in lines:
+        speed = line["tokens_per_second"]
+        rows.append(
+            (
+                str(line["policy"]),
+                f"{speed:,.1f}",
+                f"{speed / max(fixed):.3f}",
+                f"{line['verified_per_step']:.1f}",
+                f"{line['accepted_share']:.1%}",
+            )
+        )
+    return rows
+
+
+def scheduling() -> list[tuple[str, ...]]:
+    """Time to make a schedule."""
+    lines = read("scheduling")
+    return [("requests", "us"), *((f"{x['requests']:,}", f"{x['us']:,.0f}") for x in lines)]
+
+
+def _range(line: dict[str, object], name: str) -> str:
+    return f"{line[name]:.2f} ({line[f'{name}_least']:.2f} to {line[f'{name}_most']:.2f})"
+
+
 def _spread(runs: list[dict[str, object]], name: str) -> str:
     values = [float(str(run[name])) for run in runs]
     return f"{sum(values) / len(values):.3f} ({min(values):.3f} to {max(values):.3f})"

@@ -50,6 +50,7 @@ class ConfidenceSpeculator:
             f"{len(self._temperatures)} temperatures for {num_drafts} drafts"
         )
         self._costs, self._lag = costs, lag
+        self._times: dict[int, tuple[float, Float[np.ndarray, " sizes"]]] = {}  # by requests
         self._history = ConfidenceHistory(num_drafts, max(1, lag))
         self._sum, self._rows = np.ones(num_drafts), 1.0  # of survivals of late, of all requests
         self._current: Float[np.ndarray, "B X"] | None = None  # of a step that drafts
@@ -64,10 +65,11 @@ class ConfidenceSpeculator:
         self._current, self.budget = None, 0
         if not requests:
             return False
+        plain, seconds = self._seconds(len(requests))
         past = self._history.rows(requests) * self.reliability
-        seconds = self._costs.step_seconds(len(requests), past.size)
         self.budget = self._costs.fill(len(requests), best_budget(past, seconds))
-        pays = self._pays(requests, seconds)
+        likely = self._history.rows(requests, self._sum / self._rows) * self.reliability
+        pays = float(rates(likely, seconds).max()) * plain >= MIN_GAIN * len(requests)
         self._is_trial = not pays and self._undrafted >= self._patience
         if pays:
             self._undrafted, self._patience = 0, PROBES[0]
@@ -91,8 +93,7 @@ class ConfidenceSpeculator:
         candidates = survival(found, limits) * self.reliability
         if self._lag:
             return [int(count) for count in admit(candidates, self.budget)]
-        seconds = self._costs.step_seconds(len(requests), candidates.size)
-        return [int(count) for count in early_stop(candidates, seconds)]
+        return [int(n) for n in early_stop(candidates, self._seconds(len(requests))[1])]
 
     def verified(
         self, requests: Sequence[int], lengths: Sequence[int], accepted: Sequence[int]
@@ -118,8 +119,10 @@ class ConfidenceSpeculator:
         """Accepted drafts over expected ones of late, at most 1."""
         return min(1.0, (self._accepted + TRUST) / (self._expected + TRUST))
 
-    def _pays(self, requests: Sequence[int], seconds: Float[np.ndarray, " sizes"]) -> bool:
-        """Whether the past promises that drafting is faster than not."""
-        past = self._history.rows(requests, self._sum / self._rows) * self.reliability
-        drafted = float(rates(past, seconds).max())
-        return drafted * self._costs.plain_seconds(len(requests)) >= MIN_GAIN * len(requests)
+    def _seconds(self, requests: int) -> tuple[float, Float[np.ndarray, " sizes"]]:
+        """Of a step without drafting, and of one that verifies 0, 1, ... drafts."""
+        if requests not in self._times:
+            most = requests * len(self._temperatures)
+            times = self._costs.plain_seconds(requests), self._costs.step_seconds(requests, most)
+            self._times[requests] = times
+        return self._times[requests]
