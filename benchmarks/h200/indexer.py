@@ -117,17 +117,35 @@ def tiled(*sizes: int, turned: bool = False) -> Callable[..., Tensor]:
     return run
 
 
+def triton(**given: object) -> Tensor:
+    """The Triton kernel, where CUDA C++ is the usual one."""
+    from openv41.ops import index_scores_triton as file  # noqa: PLC0415
+
+    names = "q", "weights", "keys", "table", "visible", "per_page"
+    return file.packed_scores(*(given[n] for n in names), given["num_entries"])
+
+
+def native(programs: int) -> Callable[..., Tensor]:
+    """The CUDA C++ kernel with another number of programs."""
+
+    def run(**given: object) -> Tensor:
+        from openv41.ops import packed_index_cuda as file  # noqa: PLC0415
+
+        names = "q", "weights", "keys", "table", "visible", "per_page", "num_entries"
+        return file.scores(*(given[n] for n in names), programs_per_sm=programs)
+
+    return run
+
+
 def decode_row(tokens: int, entries: int, goal: float | None) -> Row:
     """Scores of decoded tokens from packed keys."""
-    variants = {}
+    variants = {"Triton": triton}
     if (tokens, entries) == (8, 131072):
+        variants |= {f"CUDA, {n} programs an SM": native(n) for n in (1, 2, 6)}
         for entries_at_once, tiles, warps, stages in (
             (64, 8, 4, 3),
-            (128, 4, 4, 2),
             (128, 8, 4, 3),
-            (128, 8, 4, 4),
             (128, 8, 8, 3),
-            (256, 4, 8, 3),
         ):
             name = f"{entries_at_once} entries, {tiles} tiles, {warps} warps, {stages} stages"
             sizes = entries_at_once, 1, tiles, warps, stages

@@ -13,7 +13,7 @@ from tests.close import assert_close
 from tests.oracles import indexer as oracle
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from openv41.ops import indexer_triton, packed_index_triton
+from openv41.ops import indexer_triton, packed_index_cuda, packed_index_triton
 from openv41.ops.index_scores_triton import Tiling, dense_scores, packed_scores
 from openv41.ops.packed_index import unpack_rows
 from openv41.ops.selected_scores_triton import backward
@@ -182,6 +182,31 @@ def test_scores_of_packed_rows(device, tokens, tiling):
     assert_close("scores", got[known], want[known], rtol=1e-5, atol=1e-6 * scale)
 
 
+def test_scores_of_packed_candidates(device):
+    """Each query's own blocks, one of them none, the last one partly visible."""
+    B, tokens, heads, per_page, num = 2, 2, 3, 8, 37
+    q, q_values = packed(B, tokens, heads)
+    keys, key_values = packed(10 * per_page)
+    order = torch.stack([torch.randperm(10)[:5] for _ in range(B)])
+    pools = torch.tensor([[[0, 2, 4], [1, 3, -1]], [[2, 3, -1], [0, 1, 4]]])
+    visible = torch.tensor([[37, 30], [25, 37]])
+    weights = torch.randn(B, tokens, heads)
+    parts = [x.to(device) for x in (q, weights, keys, order, visible)]
+    run = packed_index_triton.packed_index_scores.run
+    got = run(*parts, per_page, num, pools.to(device)).cpu()
+    rows = (order[..., None] * per_page + torch.arange(per_page)).flatten(1)
+    every = scores_oracle(q_values, weights, key_values[rows])  # [B, T, 40]
+    every = every.masked_fill(torch.arange(40) >= visible[..., None], -INF)
+    entries = (pools[..., None] * 8 + torch.arange(8)).flatten(2)
+    want = every.gather(2, entries.clamp(min=0)).masked_fill(entries < 0, -INF)
+    assert torch.equal(got == -INF, want == -INF)
+    known = want > -INF
+    assert_close("scores", got[known], want[known], rtol=1e-5, atol=1e-4)
+    plain = ops.packed_index_scores(q, weights, keys, order, visible, per_page, num, pools)
+    assert torch.equal(plain == -INF, ~known)
+    assert_close("reference", plain[known], want[known], rtol=1e-5, atol=1e-4)
+
+
 def test_packed_reference_is_the_oracle():
     q, q_values = packed(1, 2, 3)
     keys, key_values = packed(12)
@@ -345,6 +370,13 @@ def test_packed_scores_at_full_width(device, tokens):
     assert_close("scores", got.cpu()[known], want[known], rtol=1e-4, atol=1e-3)
     plain = packed_scores(q, weights, keys, table, visible, per_page, num, asm=False)
     assert torch.equal(got, plain)
+    assert packed_index_cuda.refuse(q, keys, per_page, None) is None
+    for index in (table, table.int()):
+        given = q, weights, keys, index, visible, per_page, num
+        native = packed_index_cuda.scores(*given).cpu()
+        assert torch.equal(native == -INF, want == -INF)
+        assert_close("scores of CUDA C++", native[known], want[known], rtol=1e-4, atol=1e-3)
+        assert torch.equal(packed_index_cuda.scores(*given, programs_per_sm=1).cpu(), native)
 
 
 @pytest.mark.gpu

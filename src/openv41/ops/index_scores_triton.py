@@ -170,6 +170,7 @@ def _packed_scores(
     keys,
     table,
     visible,
+    pools,
     out,
     T,
     width,
@@ -177,6 +178,7 @@ def _packed_scores(
     row_words,  # no constant: the compiler then knows that rows start at any word
     PER_PAGE: tl.constexpr,
     HAS_TABLE: tl.constexpr,
+    BLOCK: tl.constexpr,  # entries of a candidate block; 0: all entries in order
     I: tl.constexpr,  # noqa: E741
     HEADS: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -203,7 +205,12 @@ def _packed_scores(
     most = tl.max(seen, 0)
     for tile in range(TILES):
         start = (tl.program_id(0) * TILES + tile) * ENTRIES
-        entry = start + tl.arange(0, ENTRIES)
+        slot = start + tl.arange(0, ENTRIES)
+        entry = slot
+        if BLOCK:
+            listed = pools + (batch * T + first) * (width // BLOCK) + slot // BLOCK
+            block = tl.load(listed, mask=slot < width, other=-1)
+            entry = tl.where(block < 0, most, block * BLOCK + slot % BLOCK)
         if HAS_TABLE:
             page = tl.load(
                 table + batch * table_stride + entry // PER_PAGE, mask=entry < most, other=0
@@ -230,8 +237,8 @@ def _packed_scores(
         else:
             score = _head_sum(dots, weight, QUERIES, HEADS, False)
         score = tl.where(entry[:, None] < seen[None, :], score, float("-inf"))
-        to = out + (batch * T + own)[None, :] * width + entry[:, None]
-        tl.store(to, score, mask=(own < T)[None, :] & (entry < width)[:, None])
+        to = out + (batch * T + own)[None, :] * width + slot[:, None]
+        tl.store(to, score, mask=(own < T)[None, :] & (slot < width)[:, None])
 
 
 @triton.jit
@@ -374,6 +381,8 @@ def packed_scores(
     tiling: Tiling | None = None,
     *,
     asm: bool | None = None,
+    pools: Int[Tensor, "B T blocks"] | None = None,
+    block_size: int = 8,
 ) -> Float[Tensor, "B T M"]:
     """Scores of packed rows; without a table each request has ``per_page`` rows, in order."""
     batches, tokens, num = q.shape[:3]
@@ -382,6 +391,8 @@ def packed_scores(
         return out
     heads = _heads(num)
     tiling = tiling or packed_tiling(batches, tokens, heads, width)
+    if pools is not None:
+        tiling, pools = tiling._replace(queries=1), pools.contiguous()
     grid = (
         triton.cdiv(width, tiling.entries * tiling.tiles),
         triton.cdiv(tokens, tiling.queries),
@@ -393,6 +404,7 @@ def packed_scores(
         keys.view(torch.int32),
         table,
         visible.contiguous(),
+        pools,
         out,
         tokens,
         width,
@@ -400,6 +412,7 @@ def packed_scores(
         ROW_WORDS,
         PER_PAGE=1 if table is None else per_page,
         HAS_TABLE=table is not None,
+        BLOCK=0 if pools is None else block_size,
         I=num,
         HEADS=heads,
         QUERIES=tiling.queries,

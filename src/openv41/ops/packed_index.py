@@ -18,13 +18,20 @@ def packed_index_scores(  # noqa: PLR0917 -- addresses come with what they addre
     visible: Int[Tensor, "B T"],
     per_page: int,
     num_entries: int,
-) -> Float[Tensor, "B T {num_entries}"]:
+    pools: Int[Tensor, "B T blocks"] | None = None,
+    block_size: int = 8,
+) -> Float[Tensor, "B T scored"]:
     """Score the first entries of each request as ``index_scores`` does; -inf from ``visible`` on.
+
+    With ``pools``, score the entries of each query's blocks in their order instead, -inf for those
+    of block -1: blocks * block_size entries, of which none from ``num_entries`` on is visible.
 
     A row is the codes of a vector followed by its scales, as ``unpack_rows`` reads it. Entry j of
     request b is row ``table[b, j // per_page] * per_page + j % per_page`` of the keys; pages behind
     the last visible entry are not looked up.
     """
+    if pools is not None:
+        return _pool_scores(q, weights, keys, table, visible, per_page, pools, block_size)
     entries = torch.arange(num_entries, device=keys.device)
     most = visible.amax(dim=1) if visible.shape[1] else visible.new_zeros(len(visible))
     known = torch.where(entries < most[:, None], entries, 0)  # [B, M]
@@ -34,6 +41,32 @@ def packed_index_scores(  # noqa: PLR0917 -- addresses come with what they addre
     rows = torch.where(most[:, None] > 0, rows, 0)
     scores = index_scores(unpack_rows(q), weights.float(), unpack_rows(keys[rows]))
     return scores.masked_fill(entries >= visible[..., None], -torch.inf)
+
+
+def _pool_scores(  # noqa: PLR0917 -- those of packed_index_scores
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    table: Tensor,
+    visible: Tensor,
+    per_page: int,
+    pools: Tensor,
+    size: int,
+) -> Float[Tensor, "B T listed"]:
+    """Scores of each query's candidates."""
+    within = torch.arange(size, device=keys.device)
+    entries = (pools[..., None] * size + within).flatten(2)  # negative: of block -1
+    known = (entries >= 0) & (entries < visible[..., None])
+    entries = torch.where(known, entries, 0)
+    if not entries.numel() or not table.shape[1]:
+        return weights.new_full(entries.shape, -torch.inf, dtype=torch.float32)
+    pages = table.long()[:, None].expand(*entries.shape[:2], -1).gather(2, entries // per_page)
+    rows = torch.where(known, pages * per_page + entries % per_page, 0)
+    listed = unpack_rows(keys[rows]).flatten(0, 1)
+    scores = index_scores(
+        unpack_rows(q).flatten(0, 1)[:, None], weights.float().flatten(0, 1)[:, None], listed
+    )
+    return scores.view(entries.shape).masked_fill(~known, -torch.inf)
 
 
 @op

@@ -9,6 +9,7 @@ as fit into WORKSPACE. 8192 queries by 131,072 entries are 8.8 TF, 6.7 ms at 130
 import torch
 from torch import Tensor
 
+from openv41.ops import packed_index_cuda
 from openv41.ops._dispatch import kernel
 from openv41.ops.index_scores_triton import ROW_BYTES, dense_scores, packed_scores, to_fp8
 from openv41.ops.indexer_triton import choose_candidates, select_top_k
@@ -40,9 +41,17 @@ def packed_index_scores(
     visible: Tensor,
     per_page: int,
     num_entries: int,
+    pools: Tensor | None = None,
+    block_size: int = 8,
 ) -> Tensor:
-    """Unpack each key in registers, once for the queries of a request."""
-    return packed_scores(q, weights, keys, table, visible, per_page, num_entries)
+    """Unpack each key in registers; by the CUDA kernel where it can be had."""
+    width = num_entries if pools is None else pools.shape[2] * block_size
+    given = q, weights, keys, table, visible, per_page, width
+    if q.is_cuda and not packed_index_cuda.refuse(
+        q, keys, per_page, None if pools is None else block_size
+    ):
+        return packed_index_cuda.scores(*given, pools)
+    return packed_scores(*given, pools=pools, block_size=block_size)
 
 
 def _refuse_choice(

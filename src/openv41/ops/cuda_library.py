@@ -1,0 +1,53 @@
+"""CUDA C++ sources of this package, compiled by nvcc on first use and kept in the user's cache."""
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch.utils.cpp_extension import CUDA_HOME
+
+CACHE = Path.home() / ".cache" / "openv41" / "cuda"
+FLAGS = ("-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC")
+ARCHITECTURE = "-gencode=arch=compute_90a,code=sm_90a"
+HOPPER = (9, 0)
+
+
+@cache
+def nvcc() -> str | None:
+    """The compiler; None where there is none."""
+    beside = Path(CUDA_HOME or "/usr/local/cuda") / "bin" / "nvcc"
+    return str(beside) if beside.is_file() else shutil.which("nvcc")
+
+
+@cache
+def load(source: str) -> ctypes.CDLL | None:
+    """The library made from a file beside this one; None off Hopper, or where it cannot be made."""
+    compiler = nvcc()
+    if compiler is None or not torch.cuda.is_available():
+        return None
+    if torch.cuda.get_device_capability() != HOPPER:
+        return None
+    try:
+        return ctypes.CDLL(str(build(compiler, Path(__file__).with_name(source))))
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def build(compiler: str, source: Path) -> Path:
+    """Compile a source unless the same text has been compiled; writers do not meet."""
+    text = source.read_bytes() + repr((compiler, FLAGS, ARCHITECTURE)).encode()
+    target = CACHE / f"{source.stem}-{hashlib.sha256(text).hexdigest()[:16]}.so"
+    if not target.is_file():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        handle, made = tempfile.mkstemp(suffix=".so", dir=CACHE)
+        os.close(handle)
+        command = [compiler, *FLAGS, ARCHITECTURE, "-o", made, str(source)]
+        subprocess.run(command, check=True, capture_output=True)
+        Path(made).replace(target)
+    return target

@@ -1,0 +1,65 @@
+"""Launches ``packed_index.cu``: index scores of decoded queries on Hopper. Report §2.3.1."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from openv41.ops.cuda_library import load
+
+SOURCE = "packed_index.cu"
+PIECE = 8  # entries of one copy: a page holds whole pieces, a candidate block is one
+HEADS = 32
+PROGRAMS_PER_SM = 3
+
+
+def refuse(q: Tensor, keys: Tensor, per_page: int, block_size: int | None) -> str | None:
+    """Say what the kernel cannot take."""
+    if q.shape[2] > HEADS or per_page % PIECE or block_size not in {None, PIECE}:
+        return f"{q.shape[2]} heads, pages of {per_page} entries, blocks of {block_size}"
+    if keys.data_ptr() % 16 or q.data_ptr() % 4:
+        return "keys do not start at 16 bytes"
+    return "it is not to be had" if load(SOURCE) is None else None
+
+
+def scores(  # noqa: PLR0917 -- those of packed_index_scores
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    table: Tensor,
+    visible: Tensor,
+    per_page: int,
+    width: int,
+    pools: Tensor | None = None,
+    *,
+    programs_per_sm: int = PROGRAMS_PER_SM,
+) -> Tensor:
+    """As ``packed_index_scores``; every query reads its own keys."""
+    batches, tokens, heads = q.shape[:3]
+    out = torch.empty(batches, tokens, width, dtype=torch.float32, device=q.device)
+    if not out.numel():
+        return out
+    q, weights, visible = q.contiguous(), weights.float().contiguous(), visible.long().contiguous()
+    table = table if table.dtype in {torch.int32, torch.int64} else table.long()
+    table = table if table.stride(1) == 1 else table.contiguous()
+    pools = None if pools is None else pools.long().contiguous()
+    library = load(SOURCE)
+    assert library is not None, f"{SOURCE} is not to be had"
+    count = torch.cuda.get_device_properties(q.device).multi_processor_count
+    with torch.cuda.device(q.device):
+        status = library.packed_index_scores(
+            *(_pointer(x) for x in (q, weights, keys, table, visible, pools, out)),
+            ctypes.c_int64(table.stride(0)),
+            *(ctypes.c_int(n) for n in (heads, batches, tokens, width, per_page)),
+            ctypes.c_int(0 if pools is None else pools.shape[2]),
+            ctypes.c_int(int(table.dtype == torch.int64)),
+            ctypes.c_int(count * programs_per_sm),
+            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+        )
+    if status:
+        raise RuntimeError(f"{SOURCE}: the launch failed with CUDA error {status}")
+    return out
+
+
+def _pointer(x: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if x is None else x.data_ptr())
