@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.h200.harness import main
-from benchmarks.h200.rows import Goal, Inputs, Row, relative_error
-from openv41.ops import mega_mhc, update_streams
+from benchmarks.h200.rows import Goal, Inputs, Row, relative_error, tensors_of
+from openv41.ops import mega_mhc, mix_streams, predict_mix, update_streams
 
 DIM, STREAMS = 5120, 4
 CONSTANTS = {"steps": 20, "eps": 1e-6, "norm_eps": 1e-20}
@@ -155,26 +155,39 @@ def training_row(tokens: int) -> Row:
     )
 
 
-def update_row(tokens: int) -> Row:
-    """The update alone, as a kernel of its own would do it."""
+def part_row(op: Callable[..., Any], tokens: int, rows: int, names: tuple[str, ...]) -> Row:
+    """A part of the boundary alone, as a kernel of its own would do it."""
+
+    def run(**given: Tensor) -> Any:  # noqa: ANN401
+        return op(**given, **(CONSTANTS if op is predict_mix else {}))
+
+    def wrong(given: Inputs, outputs: Any) -> float:  # noqa: ANN401
+        some = {n: v[:64].double() if n in NAMES[:5] else v.double() for n, v in given.items()}
+        want = op.reference(**some, **(CONSTANTS if op is predict_mix else {}))
+        pairs = zip(tensors_of(outputs), tensors_of(want), strict=True)
+        return max(relative_error(g[:64], w) for g, w in pairs)
+
     return Row(
-        op="update_streams",
+        op=op.__name__,
         shape={"T": tokens, "d": DIM, "n": STREAMS},
-        make=lambda generator: {n: inputs(tokens, generator)[n] for n in NAMES[:4]},
-        ours=update_streams,
-        reference=update_streams,
-        error=lambda given, got: relative_error(
-            got[:64], update_streams.reference(*(given[n][:64].double() for n in NAMES[:4]))
-        ),
+        make=lambda generator: {n: v for n, v in inputs(tokens, generator).items() if n in names},
+        ours=run,
+        reference=run,
+        error=wrong,
         tolerance=0.01,
-        floor_bytes=bytes_of(tokens, 2 * STREAMS + 1),
+        floor_bytes=bytes_of(tokens, rows),
     )
 
 
 def rows() -> list[Row]:
     """A chunk of a prompt, and the tokens of decode steps."""
     many, *few = (forward_row(tokens) for tokens in (8192, 1, 64, 8, 256))
-    return [many, training_row(8192), *few, update_row(8192)]
+    parts = [
+        part_row(update_streams, 8192, 2 * STREAMS + 1, NAMES[:4]),
+        part_row(mix_streams, 8192, STREAMS + 1, ("x", "a")),
+        part_row(predict_mix, 8192, STREAMS, ("x", "fn", "base", "scale")),
+    ]
+    return [many, training_row(8192), *few, *parts]
 
 
 if __name__ == "__main__":

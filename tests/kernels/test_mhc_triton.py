@@ -141,6 +141,18 @@ def test_updating_and_collapsing_alone(device, shape, dtype):
             assert_similar(f"{name} {k}", g, w, bound)
 
 
+@pytest.mark.parametrize("shape", [(1, 4, 64), (35, 3, 40), *BIG])
+def test_predicting_alone(device, shape):
+    parts, named = inputs(shape, torch.float32, device)
+    weights = [named[name] for name in ("fn", "base", "scale")]
+    options = {"steps": 3, **EPS}
+    got, got_grads = gradients(mhc_triton.predict_mix.run, [parts[0], *weights], {}, 1, **options)
+    wide = [part.double().cpu() for part in (parts[0], *weights)]
+    want, want_grads = gradients(ops.predict_mix.reference, wide, {}, 1, **options)
+    for k, (g, w) in enumerate(zip((*got, *got_grads), (*want, *want_grads), strict=True)):
+        assert_similar(str(k), g, w, 1e-4)
+
+
 def test_no_tokens(device):
     parts, named = inputs((0, 4, 64), torch.bfloat16, device)
     outputs, grads = gradients(mhc_triton.mega_mhc.run, parts, named, 1, steps=3, **EPS)
@@ -216,6 +228,7 @@ def test_replays_of_a_graph(tokens):
     [
         (lambda parts, _: parts.__setitem__(0, parts[0].double()), "bfloat16 or float32"),
         (lambda parts, _: parts.__setitem__(4, parts[4].half()), "coefficients must be float32"),
+        (lambda parts, _: parts.__setitem__(1, parts[1].float()), "output is torch.float32"),
         (lambda _, options: options.update(deterministic=True), "depend on how many"),
     ],
 )

@@ -133,6 +133,23 @@ def test_mix_on_paper():
     assert torch.equal(ops.mix_streams(x, a), torch.tensor([[4.5, 7.5], [1.0, 0.0]]))
 
 
+@pytest.mark.parametrize("pending", [True, False])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_mega_mhc_is_its_parts(pending, deterministic):
+    """The same bits as the update, the mix, the norm and the coefficients one after the other."""
+    x, y, a, c = torch.randn(7, 4, 6), torch.randn(7, 6), torch.rand(7, 4), torch.rand(7, 4)
+    b, norm, (fn, base, scale) = torch.rand(7, 4, 4), torch.rand(6), parameters(4, 6)
+    sure = {"deterministic": deterministic}
+    given = (y, b, c) if pending else (None, None, None)
+    weights = {"fn": fn, "base": base, "scale": scale, "norm": norm}
+    got = ops.mega_mhc(x, *given, a, **weights, **EPS, **sure)
+    new = ops.update_streams(x, y, b, c, **sure) if pending else x
+    h = ops.rms_norm(ops.mix_streams(new, a), norm, EPS["norm_eps"])
+    want = new, h, *ops.predict_mix(new, fn, base, scale, **EPS, **sure)
+    for g, w in zip(got, want, strict=True):
+        assert torch.equal(g, w)
+
+
 def test_coefficients_on_paper():
     """Zero mixes: A = 1/2 + eps, C = 1; a mix of ln 3 on the diagonal gives 3/4 and 1/4."""
     base = torch.tensor([0.0] * 4 + [math.log(3), 0, 0, math.log(3)])

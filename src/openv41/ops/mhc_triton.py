@@ -14,16 +14,23 @@ DTYPES = (torch.bfloat16, torch.float32)
 MOST_STREAMS = 4  # the coefficients of more do not fit the kernel's registers
 
 
-def _refuse_streams(x: Tensor, *others: Tensor, deterministic: bool = False) -> str | None:
-    """``others`` are coefficients of the streams, and an output that has their dtype."""
+def _refuse_streams(x: Tensor, *coefficients: Tensor, deterministic: bool = False) -> str | None:
     if deterministic:
         return "its rows depend on how many there are"
     if x.dtype not in DTYPES:
         return f"streams must be bfloat16 or float32, not {x.dtype}"
     if x.shape[1] > MOST_STREAMS:
         return f"there are {x.shape[1]} streams, more than {MOST_STREAMS}"
-    wrong = {t.dtype for t in others} - {torch.float32, x.dtype}
+    wrong = {t.dtype for t in coefficients} - {torch.float32}
     return f"coefficients must be float32, not {wrong.pop()}" if wrong else None
+
+
+def _refuse_update(
+    x: Tensor, y: Tensor, b: Tensor, c: Tensor, *, deterministic: bool = False
+) -> str | None:
+    if y.dtype != x.dtype:
+        return f"the output is {y.dtype}, the streams are {x.dtype}"
+    return _refuse_streams(x, b, c, deterministic=deterministic)
 
 
 def _refuse(
@@ -34,11 +41,15 @@ def _refuse(
     a: Tensor,
     *,
     fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
     deterministic: bool = False,
     **_: Any,
 ) -> str | None:
-    others = [tensor for tensor in (y, b, c, a, fn) if tensor is not None]
-    return _refuse_streams(x, *others, deterministic=deterministic)
+    if y is not None and y.dtype != x.dtype:
+        return f"the output is {y.dtype}, the streams are {x.dtype}"
+    coefficients = [tensor for tensor in (b, c, a, fn, base, scale) if tensor is not None]
+    return _refuse_streams(x, *coefficients, deterministic=deterministic)
 
 
 @kernel(refuse=_refuse, has_backward=True)
@@ -70,7 +81,39 @@ def mega_mhc(
     return out if y is not None else (x, *out)
 
 
-@kernel(refuse=_refuse_streams, has_backward=True)
+def _refuse_prediction(
+    x: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    *,
+    deterministic: bool = False,
+    **_: Any,
+) -> str | None:
+    return _refuse_streams(x, fn, base, scale, deterministic=deterministic)
+
+
+@kernel(refuse=_refuse_prediction, has_backward=True)
+def predict_mix(
+    x: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    *,
+    steps: int,
+    eps: float,
+    norm_eps: float,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Predict the coefficients; what the streams collapse to is nothing."""
+    nothing = torch.zeros(x.shape[:2], dtype=torch.float32, device=x.device)
+    norm = torch.ones(x.shape[2], dtype=torch.float32, device=x.device)
+    weights = fn.contiguous(), base.contiguous(), scale.contiguous(), norm
+    out = _Boundary.apply((steps, eps, norm_eps), _whole_rows(x), nothing, *weights)
+    return out[1], out[2], out[3]
+
+
+@kernel(refuse=_refuse_update, has_backward=True)
 def update_streams(
     x: Tensor,
     y: Tensor,
