@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from demo import settings
 from demo.baselines import trigram_bits_per_byte, xz_bits_per_byte
 from demo.corpus import Corpus, load_corpus
+from demo.drafting import Drafted, measure_drafting
 from demo.evaluate import score_documents
 from demo.pictures import Picture, make_pictures
 from demo.report import (
@@ -28,9 +29,10 @@ from openv41.config import NUMERICS
 from openv41.io.atomic import write_atomic
 from openv41.io.checkpoint import load_model
 from openv41.train.metrics import LOG_FILE, read_records
+from openv41.train.stages import DRAFT_STAGE
 from openv41.train.token_shards import TokenShards
 
-STAGES = 12
+STAGES = 13
 FOLDERS = ("text", "pictures", "tokenizer", "data", "train", "export")
 SUMMARY_FILE, CURVE_FILE, REPORT_FILE = "summary.json", "loss_curve.png", "report.html"
 CHECKPOINT = "checkpoint"  # inside the folder of a training run
@@ -95,6 +97,13 @@ def run_demo(run: Runner, out: Path, data: Path, tokens: int) -> Summary:
             f"first token after {served.cold_seconds:.2f} s cold, {served.warm_seconds:.2f} s with "
             f"{served.hit_tokens:,} tokens known"
         )
+    with run.stage("draft", f"{settings.DRAFT_PROMPTS} held-out prompts, with and without drafts"):
+        drafted = measure_drafting(export, text)
+        sampled, greedy = drafted.mean_lengths
+        run.say(
+            f"tokens per step: {sampled:.2f} at temperature 1, {greedy:.2f} at 0; one request is "
+            f"{drafted.speed_up:.2f} times as fast"
+        )
     with run.stage("report", "the loss curve, the table, summary.json, an HTML page"):
         summary = summarise(
             run,
@@ -107,6 +116,7 @@ def run_demo(run: Runner, out: Path, data: Path, tokens: int) -> Summary:
             served=served,
             pictures=pictures,
             seen=seen,
+            drafted=drafted,
         )
         bytes_per_token = shards["train"].num_bytes / shards["train"].num_tokens
         curve = read_log(out / "train" / LOG_FILE, bytes_per_token)
@@ -217,10 +227,12 @@ def summarise(
     served: Served,
     pictures: Mapping[str, list[Picture]],
     seen: Seen,
+    drafted: Drafted,
 ) -> Summary:
     """Collect every figure."""
     best = min(baselines.trigram.values())
-    tokens = read_records(out / "train" / LOG_FILE)[-1]["tokens"]
+    records = read_records(out / "train" / LOG_FILE)
+    tokens = [r["tokens"] for r in records if r["stage"] != DRAFT_STAGE][-1]
     text_tokens = int(tokens * (1 - float(settings.TRAINING["image_share"])))
     export = out / "export"
     return Summary(
@@ -254,6 +266,13 @@ def summarise(
         digits_chance=seen.digits_chance,
         words_right=seen.words_right,
         words_chance=seen.words_chance,
+        mean_accepted_length=drafted.mean_lengths[0],
+        mean_accepted_length_greedy=drafted.mean_lengths[1],
+        draft_acceptance=drafted.acceptance[0],
+        draft_acceptance_greedy=drafted.acceptance[1],
+        repeated_4_grams=drafted.repeated[0],
+        repeated_4_grams_greedy=drafted.repeated[1],
+        draft_speed_up=drafted.speed_up,
         first_pictures=[
             {"file": str(file.relative_to(out)), "answer": answer, "model": said}
             for file, answer, said in seen.shown
@@ -261,7 +280,7 @@ def summarise(
         export_bytes=sum(file.stat().st_size for file in export.glob("*.safetensors")),
         seed=settings.SEED,
         train_seconds=run.seconds["train"],
-        train_tokens_per_second=tokens / run.seconds["train"],
+        train_tokens_per_second=records[-1]["tokens"] / run.seconds["train"],
         total_seconds=run.total_seconds,
         seconds_by_stage=dict(run.seconds),
         prompt=settings.PROMPT,

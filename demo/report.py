@@ -16,6 +16,7 @@ from rich.table import Table
 
 from openv41.errors import DataError
 from openv41.io.atomic import atomic_path, write_atomic
+from openv41.train.stages import DRAFT_STAGE
 
 TEMPLATE = Path(__file__).with_name("report_template.html")
 SMOOTHING_STEPS = 40  # of the training loss in the picture
@@ -56,6 +57,13 @@ class Summary:
     digits_chance: float
     words_right: float
     words_chance: float
+    mean_accepted_length: float  # these at temperature 1, and greedy ones at 0
+    mean_accepted_length_greedy: float
+    draft_acceptance: list[float]
+    draft_acceptance_greedy: list[float]
+    repeated_4_grams: float
+    repeated_4_grams_greedy: float
+    draft_speed_up: float
     first_pictures: list[dict[str, str]]
     export_bytes: int
     seed: int
@@ -116,6 +124,18 @@ def rows(summary: Summary) -> list[tuple[str, str, str]]:
             f"of those held out; chance is {s.words_chance:.0%}",
         ),
         (
+            "tokens per step with drafts",
+            f"{s.mean_accepted_length:.2f}",
+            f"at temperature 1 ({s.repeated_4_grams:.0%} of 4-grams repeat); "
+            f"{s.mean_accepted_length_greedy:.2f} at 0 ({s.repeated_4_grams_greedy:.0%})",
+        ),
+        (
+            "drafts accepted",
+            f"{s.draft_acceptance[0]:.0%}" if s.draft_acceptance else "none",
+            "by position: " + ", ".join(f"{share:.0%}" for share in s.draft_acceptance),
+        ),
+        ("speed-up by drafts", f"{s.draft_speed_up:.2f}", "of one greedy request"),
+        (
             "training tokens seen",
             f"{s.tokens_seen:,}",
             f"{s.text_tokens_seen:,} of text ({s.epochs_seen:.2f} passes), the rest with images",
@@ -167,7 +187,7 @@ def read_log(file: Path, bytes_per_token: float) -> Curve:
     except (OSError, ValueError) as error:
         raise DataError(f"{file}: cannot read the training log: {error}") from None
     for record in records:
-        if "loss" in record:
+        if "loss" in record and record.get("stage") != DRAFT_STAGE:
             curve.tokens.append(record["tokens"])
             curve.training.append(record["loss"] / math.log(2) / bytes_per_token)
         if "heldout_bits_per_byte" in record:

@@ -5,7 +5,7 @@ VOCABULARY = 1024
 SEED = 1
 
 TOKENS = 505_856  # of pre-training, a tenth more follow; a quarter of them belong to images
-STAGES = "pretrain,posttrain"
+STAGES = "pretrain,posttrain,dspark"
 TRAINING = {  # openv41 train ... --set key=value
     "sequence_length": 128,
     "batch_tokens": 2048,
@@ -22,6 +22,14 @@ TRAINING = {  # openv41 train ... --set key=value
     "indexer_loss": 0.0,
     "balance_loss": 0.0,
     "restrict_candidates": "true",
+    # A drafter of one stage, in a minute.
+    "model.dspark.num_stages": 1,
+    "dspark.tokens": 102_400,
+    "dspark.batch_tokens": 1024,
+    "dspark.warmup_tokens": 4096,
+    "dspark.draft.anchors": 32,
+    "dspark.optimizer.lr": 3e-2,
+    "dspark.heldout_tokens": 8192,
 }
 
 HELDOUT_DIGITS = 360  # the last of 1,797
@@ -36,3 +44,4 @@ TEMPERATURE = 0.8
 SERVED_TOKENS = 1600  # length of the prompt whose prefill is timed
 AGREEMENT_PROMPTS, AGREEMENT_TOKENS, AGREEMENT_DRAWN = 16, 320, 8
 CHANGED_TOKENS = 40  # of them at its end, the second time
+DRAFT_PROMPTS, DRAFT_PROMPT_TOKENS, DRAFT_ANSWER_TOKENS, DRAFT_TIMED = 16, 64, 96, 5

@@ -10,6 +10,7 @@ from openv41.layers.batch import Batch
 from openv41.layers.probe import Probe
 from openv41.layers.store import Slot, Spans
 from openv41.model.cache import DenseStore
+from openv41.model.prefill import PromptRows, layer_rows
 from tests.close import assert_close
 from tests.layers.mini import VOCAB, random_ids
 from tests.model.drafting import (
@@ -287,3 +288,15 @@ def test_embedding_and_head_are_the_targets_own(model):
     assert not any(np.isin(name, ["embed.weight", "head.weight"]) for name in names)
     shapes = [p.shape for n, p in model.drafter.named_parameters() if not n.startswith("markov.")]
     assert (VOCAB, model.config.hidden_size) not in shapes
+
+
+@torch.no_grad()
+def test_a_chunk_that_ends_between_tapped_layers_has_no_features(model):
+    """A bounded prefill leaves later layers without rows of an early chunk."""
+    config, ids = model.config, torch.tensor(IDS)
+    store = DenseStore(config.compress_ratios)
+    firsts = (0,) * 7 + (20, 20)  # layers 7 and 8 compute nothing of this chunk
+    rows = layer_rows(config, {0: PromptRows(start=0, firsts=firsts, cut=7)})
+    output = model(Batch(ids, (0,), (0,), (len(ids),)), store, rows=rows)
+    assert output.taps is None
+    assert output.tap_batch is None

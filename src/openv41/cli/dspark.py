@@ -126,10 +126,25 @@ def drafting_engine(
     *,
     deterministic: bool = False,
 ) -> Engine:
-    """An engine with room for so many requests of so many tokens each."""
-    config = read_config(checkpoint)
-    if config.dspark is None:
+    """An engine that drafts, with room for so many requests of so many tokens each."""
+    if read_config(checkpoint).dspark is None:
         raise InputError(f"{checkpoint}: the checkpoint has no drafter; train one first")
+    return answering_engine(
+        checkpoint, requests, tokens, numerics, device, deterministic=deterministic
+    )
+
+
+def answering_engine(
+    checkpoint: Path,
+    requests: int,
+    tokens: int,
+    numerics: Numerics | None,
+    device: str,
+    *,
+    deterministic: bool = False,
+) -> Engine:
+    """The same, whether the checkpoint has a drafter or not."""
+    config = read_config(checkpoint)
     if tokens > config.max_position:
         raise InputError(
             f"prompts and answers would take {tokens} positions, the model has "

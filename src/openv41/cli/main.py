@@ -11,6 +11,7 @@ from openv41.cli.compare import compare
 from openv41.cli.convert import convert
 from openv41.cli.data import data_app
 from openv41.cli.dspark import dspark_app
+from openv41.cli.dspark_regenerate import regenerate_command
 from openv41.cli.evaluate import evaluate
 from openv41.cli.fixture import fixture
 from openv41.cli.generate import generate
@@ -74,6 +75,7 @@ def _root(
 
 
 app.add_typer(data_app, name="data")
+dspark_app.command("regenerate")(regenerate_command)
 app.add_typer(dspark_app, name="dspark")
 app.add_typer(inspect_app, name="inspect")
 app.add_typer(tokenizer_app, name="tokenizer")

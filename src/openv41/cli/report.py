@@ -62,6 +62,9 @@ def summarise(records: list[dict[str, Any]]) -> dict[str, str]:
     found = [r["retrieval"] for r in records if "retrieval" in r]
     if found:
         rows["images that find their text, at last"] = f"{found[-1]:.1%} in their batch"
+    held = [r["heldout_draft"] for r in records if "heldout_draft" in r]
+    if held:
+        rows |= _draft_rows(held[-1])
     spikes = sum(r.get("spike", False) for r in records)
     if spikes:
         rows["loss spikes"] = f"{spikes:,}"
@@ -78,6 +81,20 @@ def summarise(records: list[dict[str, Any]]) -> dict[str, str]:
         worst = max(balance["max_over_mean"])
         rows[f"largest expert load over the mean, {kind}"] = f"{worst:.2f} in the worst layer"
     return rows
+
+
+def _draft_rows(held: dict[str, Any]) -> dict[str, str]:
+    """What the drafter was worth on held-out text."""
+
+    def shares(name: str) -> str:
+        return ", ".join(f"{value:.1%}" for value in held[name])
+
+    return {
+        "held-out drafts, mean accepted length": f"{held['tau']:.2f} with the bonus token",
+        "held-out drafts, acceptance by position": shares("acceptance"),
+        "held-out drafts, calibration error": shares("calibration_error"),
+        "held-out drafts, AUROC": ", ".join(f"{value:.2f}" for value in held["auroc"]),
+    }
 
 
 def _page(title: str, rows: dict[str, str], pictures: list[Path]) -> str:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from openv41.errors import InputError
 from openv41.io.atomic import atomic_path
+from openv41.train.stages import DRAFT_STAGE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,7 +43,7 @@ def _figure() -> "Figure":
 
 def _draw_loss(figure: "Figure", records: Sequence[Record]) -> bool:
     """Loss of next tokens, by modality where there are both, and the held-out scores."""
-    records = [r for r in records if "retrieval" not in r]
+    records = [r for r in records if "retrieval" not in r and r.get("stage") != DRAFT_STAGE]
     if not records:
         return False
     left, right = figure.subplots(1, 2)
@@ -82,11 +83,43 @@ def _draw_contrast(figure: "Figure", records: Sequence[Record]) -> bool:
     return True
 
 
+def _draw_drafts(figure: "Figure", records: Sequence[Record]) -> bool:
+    """Acceptance by position over the run and at its end; confidences against acceptance."""
+    found = [r for r in records if "draft" in r]
+    if not found:
+        return False
+    left, middle, right = figure.subplots(1, 3)
+    for place in range(len(found[0]["draft"]["acceptance"])):
+        points = [(r["tokens"], r["draft"]["acceptance"][place]) for r in found]
+        _line(left, points, None, f"draft {place + 1}")
+    left.set_ylim(0, 1)
+    _finish(left, "Acceptance in training", "share")
+    held = [r["heldout_draft"] for r in found if "heldout_draft" in r]
+    if not held:
+        middle.set_axis_off()
+        right.set_axis_off()
+        return True
+    shares = held[-1]["acceptance"]
+    middle.bar(range(1, len(shares) + 1), shares, color=COLOURS["all"])
+    middle.set_ylim(0, 1)
+    _finish(middle, f"Held-out text: {held[-1]['tau']:.2f} per step", "accepted", legend=False)
+    middle.set_xlabel("draft")
+    confidence, accepted, shares = zip(*held[-1]["reliability"], strict=True)
+    right.plot((0, 1), (0, 1), color=COLOURS["text"], linewidth=0.8)
+    right.scatter(confidence, accepted, s=[4 + 300 * s for s in shares], color=COLOURS["image"])
+    _finish(right, "Reliability", "accepted", legend=False)
+    right.set_xlabel("confidence")
+    return True
+
+
 def _draw_balance(figure: "Figure", records: Sequence[Record]) -> bool:
     """Largest load over the mean, per layer and modality, over the run.
 
+    Where the model learned: in stage "dspark" only the drafter's experts are counted.
     A small language model that was dropped has fewer layers and is left out.
     """
+    own = [r for r in records if r.get("stage") != DRAFT_STAGE]
+    records = own or records
     kinds = [k for k in ("text", "image") if any(k in r["balance"] for r in records)]
     if not kinds:
         return False
@@ -151,6 +184,7 @@ def _draw_speed(figure: "Figure", records: Sequence[Record]) -> bool:
 PICTURES: dict[str, Callable[["Figure", Sequence[Record]], bool]] = {
     "loss": _draw_loss,
     "contrast": _draw_contrast,
+    "drafts": _draw_drafts,
     "balance": _draw_balance,
     "updates": _draw_updates,
     "gradients": _draw_gradients,

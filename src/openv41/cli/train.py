@@ -158,7 +158,8 @@ def _describe(trainer: Trainer) -> str:
     parameters = trainer.optimizer.placement.parameters
     trained = sum(p.shape.numel() for p in parameters if p.local.requires_grad)
     kept = sum(p.shape.numel() for p in parameters) - trained
-    why = "frozen" if trainer.train.lora.rank else "routing biases follow the load instead"
+    is_frozen_model = trainer.train.lora.rank or trainer.stage.trains_drafter
+    why = "frozen" if is_frozen_model else "routing biases follow the load instead"
     rest = f" ({kept:,} {why})" if kept else ""
     tokens, stages, images = num_tokens(trainer.run.stages), trainer.run.stages, ""
     if trainer.run.sft is not None:
@@ -167,7 +168,8 @@ def _describe(trainer: Trainer) -> str:
     if trainer.images is not None:
         images = f", {num_image_tokens(trainer.run.stages):,} of them for image-text samples"
         text -= num_image_tokens(stages)
-    taught = trainer.train.indexer_loss or trainer.stage.is_contrastive
+    others = trainer.stage.is_contrastive or trainer.stage.trains_drafter
+    taught = trainer.train.indexer_loss or others
     indexer = "" if taught else ", the indexer's without a gradient"
     rests = ""
     if is_frozen(trainer.train, 0):

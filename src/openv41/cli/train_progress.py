@@ -53,6 +53,10 @@ def note_events(record: StepRecord) -> None:
         note(f"{where}  held-out text {record.heldout_bits_per_byte:.3f} bits/byte")
     if record.heldout_image_nats is not None:
         note(f"{where}  held-out images {record.heldout_image_nats:.3f} nats/target")
+    if record.heldout_draft is not None:
+        shares = " ".join(f"{share:.0%}" for share in record.heldout_draft["acceptance"])
+        length = record.heldout_draft["tau"]
+        note(f"{where}  held-out drafts: mean accepted length {length:.2f}, accepted {shares}")
     if record.spike:
         note(f"{where}  loss spike: {record.loss:#.4g}, far above the steps before it")
 

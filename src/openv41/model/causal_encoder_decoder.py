@@ -210,7 +210,8 @@ class CausalEncoderDecoder(nn.Module):
                 streams = run_twice(layer, streams, ctx) if recompute else layer(streams, ctx)
         x, a, _ = streams.settled(ctx.deterministic)
         hidden = ctx.observe("final_hidden", self.norm(ops.mix_streams(x, a)))
-        taps, tap_batch = join_taps(ctx.taps)
+        tapped = self.config.dspark.target_layer_ids if self.config.dspark else ()
+        taps, tap_batch = join_taps(ctx.taps, len(tapped))
         if taps is not None:
             ctx.observe("main_hidden", taps)
         total = Losses() if losses is None else losses.total()
@@ -363,10 +364,10 @@ def enter(
 
 
 def join_taps(
-    taps: Sequence[tuple[Float[Tensor, "_ D"], Batch]],
+    taps: Sequence[tuple[Float[Tensor, "_ D"], Batch]], num_layers: int
 ) -> tuple[Float[Tensor, "rows width"] | None, Batch | None]:
-    """Concatenate the stream means of the tokens that reached every tapped layer."""
-    if not taps:
+    """Concatenate the stream means of the tokens that reached every one of the tapped layers."""
+    if not taps or len(taps) < num_layers:
         return None, None
     last = taps[-1][1]
     means = [mean[batch.part(last.starts, last.stops)[1]] for mean, batch in taps]

@@ -45,7 +45,7 @@ from openv41.train.distill import TeacherSpec, open_teachers
 from openv41.train.draft_evaluation import HeldOutDrafts
 from openv41.train.draft_step import draft_step
 from openv41.train.evaluate import HeldOut, HeldOutImages
-from openv41.train.freezing import is_frozen
+from openv41.train.freezing import freeze_all_but_drafter, is_frozen
 from openv41.train.lora import merged_state, save_adapter
 from openv41.train.metrics import LOG_FILE, RunLog, Sink, StepRecord
 from openv41.train.mixes import check_mixes
@@ -341,6 +341,8 @@ class Trainer:
         )
         placement = distribute(self.model, run.processes, run.experts)
         self.optimizer = Optimizers(placement, self.train.optimizer)
+        if self.stage.trains_drafter:
+            freeze_all_but_drafter(placement)
         self.flops = FlopCounter(self.model, run.device)
         self.spikes = SpikeWatch(steps=self.train.spike_steps, factor=self.train.spike_factor)
 
