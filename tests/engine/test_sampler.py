@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from openv41 import ops
 from openv41.engine import joint_sampling
 from openv41.engine.constraint import ConstraintError
 from openv41.engine.joint_sampling import Drawing, draw_together
@@ -397,6 +398,34 @@ def test_requests_drawn_together_draw_what_each_draws_alone(monkeypatch, at_once
                 assert found == list(sampler.verify(row, drafts[i])), f"{i}: {chosen[i]}"
                 assert list(ours[i].remember(found)) == found
                 assert ours[i].place == sampler.place == len(found)
+
+
+@pytest.mark.prove
+def test_draws_follow_the_model_in_the_whole_vocabulary():
+    """T8: 10,000 draws among 129,280 tokens, most of which the model or the drafter rules out."""
+    size, count, generator = 129_280, 10_000, torch.Generator().manual_seed(6)
+    support = torch.randperm(size, generator=generator)[:8]
+    p, q = torch.rand(2, 8, generator=generator, dtype=torch.float64)
+    p[1], q[3] = 0, 0
+    p, q = (torch.zeros(size).double().index_copy(0, support, part / part.sum()) for part in (p, q))
+    found, accepted = torch.zeros(size), 0
+    for begin in range(0, count, 50):
+        samplers = [Sampler(SamplingConfig(seed=begin + i), size) for i in range(50)]
+        points = torch.tensor([uniform(begin + i, Stream.DRAFT, 0) for i in range(50)]).double()
+        tokens = ops.choose_tokens(q.expand(50, -1), points).tolist()
+        drawings = [
+            Drawing(sampler, [Draft(token, float(q[token]), q)], 2 * i)
+            for i, (sampler, token) in enumerate(zip(samplers, tokens, strict=True))
+        ]
+        for drawn in draw_together(p.log().expand(100, -1), drawings, banned=size):
+            found[drawn[0]] += 1
+            accepted += len(drawn) - 1
+    want = p * count
+    assert found[want == 0].sum() == 0
+    some = want > 0
+    assert float(((found - want)[some] ** 2 / want[some]).sum()) < 27.9  # six degrees, at 1e-4
+    share = float(torch.minimum(p, q).sum())
+    assert accepted / count == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / count))
 
 
 @pytest.mark.parametrize("block", [False, True])

@@ -55,7 +55,9 @@ def ask(model, requests, answers, *, holding=None, block_size=5, **options):
     script = script_of(requests, answers, holding or some(block_size), block_size=block_size)
     options = {"cache": {"max_requests": 12}, "speculation": GREEDY_DRAFTS} | options
     engine = speculating(model, script, block_size=block_size, **options)
-    return engine, engine.generate(requests)
+    found = engine.generate(requests)
+    assert engine.drafting.is_on, "the script was not followed"
+    return engine, found
 
 
 def assert_same(found, want):

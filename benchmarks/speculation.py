@@ -1,0 +1,228 @@
+"""What the engine itself can gain from drafts: `python -m benchmarks.speculation`. Report §2.4.3.
+
+The model's drafter, untrained, does its work in every round; then the tokens of the greedy answer
+take the place of its drafts, so that as many hold as the curve asks for. Engines take turns on the
+same requests, forth and back; time runs from the first token of all to the last one. On a CPU it is
+the time of the process, so that whoever shares the machine counts for little.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.record import record
+from openv41 import CausalEncoderDecoder, init_weights, preset
+from openv41.config import NUMERICS
+from openv41.engine.answering import Collector
+from openv41.engine.engine import Engine, EngineConfig
+from openv41.engine.paged_store import CacheConfig
+from openv41.engine.request import Request
+from openv41.engine.sampler import SamplingConfig
+from openv41.engine.scheduler import ScheduleConfig
+from openv41.engine.speculation import Choose, Drafter, SpeculationConfig
+from openv41.io.tokenizer import TextTokenizer
+from openv41.layers.batch import Batch
+from openv41.layers.store import KVStore
+from openv41.presets import with_drafter
+
+LOADS = (1, 4, 16, 64)
+PROMPT_TOKENS = 32
+PAGE_SIZE = 64
+
+
+class Blank(TextTokenizer):
+    """Every token is an "x": texts play no role here."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def token_bytes(self, token: int) -> bytes:
+        """Give the same bytes for each."""
+        return b"x"
+
+
+@dataclass
+class Block:
+    """Drafts, and what the drafter thought of its own."""
+
+    tokens: Tensor
+    confidence: Tensor
+
+
+class Forced:
+    """A drafter that works, and is then told what to say: ``held`` tokens that are right."""
+
+    def __init__(self, drafter: Drafter, vocab_size: int, held: int) -> None:
+        self.block_size, self.num_stages = drafter.block_size, drafter.num_stages
+        self._drafter, self._vocab_size, self._held = drafter, vocab_size, held
+        self.texts: dict[int, Sequence[int]] = {}  # prompt and answer, by request
+
+    def write_context(
+        self, taps: Tensor, tap_batch: Batch, store: KVStore, stops: Sequence[int] | None = None
+    ) -> None:
+        """Let the drafter do it."""
+        self._drafter.write_context(taps, tap_batch, store, stops)
+
+    def propose(
+        self, target: CausalEncoderDecoder, anchors: Batch, store: KVStore
+    ) -> tuple[Any, Batch]:
+        """Let the drafter do it."""
+        return self._drafter.propose(target, anchors, store), anchors
+
+    def draft(self, proposal: tuple[Any, Batch], choose: Choose) -> Block:
+        """Let the drafter choose, then choose otherwise."""
+        own, anchors = proposal
+        drafted = self._drafter.draft(own, choose)
+        rows = [
+            self._tokens(self.texts[request][start + 1 : start + 1 + self.block_size])
+            for request, start in zip(anchors.requests, anchors.starts, strict=True)
+        ]
+        return Block(torch.tensor(rows, device=anchors.device), drafted.confidence)
+
+    def _tokens(self, right: Sequence[int]) -> list[int]:
+        last = self._vocab_size - 1
+        wrong = [last if token != last else last - 1 for token in right[self._held :]]
+        tokens = [*right[: self._held], *wrong]
+        return tokens + [0] * (self.block_size - len(tokens))
+
+
+@torch.inference_mode()
+def build(name: str, numerics: str, device: str) -> CausalEncoderDecoder:
+    """A model with random weights and a drafter."""
+    config = with_drafter(preset(name))
+    dtype = torch.bfloat16 if numerics != "f32" else torch.float32
+    model = CausalEncoderDecoder(config, NUMERICS[numerics], dtype=dtype, device=device)
+    init_weights(model, seed=0)
+    if config.engram is not None:
+        size = config.engram.compressed_vocab_size
+        model.set_token_map(torch.arange(config.vocab_size) % size)
+    return model
+
+
+def engine_of(
+    model: CausalEncoderDecoder, load: int, tokens: int, drafter: Drafter | None
+) -> Engine:
+    """An engine that holds all requests at once; without a drafter it does not speculate."""
+    pages = load * (-(-(PROMPT_TOKENS + tokens + 8) // PAGE_SIZE) + 1)
+    config = EngineConfig(
+        cache=CacheConfig(num_pages=pages, max_requests=load, page_size=PAGE_SIZE),
+        schedule=ScheduleConfig(tokens_per_step=max(512, 8 * load)),
+        prefix_cache=False,
+        speculation=None if drafter is None else SpeculationConfig(),
+    )
+    return Engine(model, Blank(model.config.vocab_size), config, drafter=drafter)
+
+
+def run(
+    engine: Engine, requests: Sequence[Request], texts: Sequence[Sequence[int]] = ()
+) -> tuple[float, list[list[int]]]:
+    """Tokens per second behind the first of each request, and all texts."""
+    collectors = [Collector() for _ in requests]
+    numbers = [engine.submit(r, c) for r, c in zip(requests, collectors, strict=True)]
+    if engine.drafting is not None and isinstance(engine.drafting.drafter, Forced):
+        engine.drafting.drafter.texts = dict(zip(numbers, texts, strict=True))
+    while not all(collector.events for collector in collectors):
+        engine.step()
+    begun = sum(len(collector.events) for collector in collectors)
+    clock = time.process_time if engine.device.type == "cpu" else time.perf_counter
+    synchronize(engine)
+    start = clock()
+    while not engine.is_idle:
+        engine.step()
+    synchronize(engine)
+    seconds = clock() - start
+    answers = [collector.answer().tokens for collector in collectors]
+    found = [[*r.prompt, *tokens] for r, tokens in zip(requests, answers, strict=True)]
+    return (sum(map(len, answers)) - begun) / seconds, found
+
+
+def synchronize(engine: Engine) -> None:
+    """Wait for the device."""
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize(engine.device)
+
+
+def measure(options: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Yield a line for each load and number of tokens per round; 0 is without speculation."""
+    model = build(options.preset, options.numerics, options.device)
+    assert model.drafter is not None, "the model has no drafter"
+    size, generator = model.config.vocab_size, torch.Generator().manual_seed(1)
+    for load in options.loads:
+        requests = [
+            Request(
+                prompt=tuple(
+                    torch.randint(9, size - 2, (PROMPT_TOKENS,), generator=generator).tolist()
+                ),
+                max_tokens=options.tokens,
+                sampling=SamplingConfig(temperature=0.0),
+                ignore_eos=True,
+            )
+            for _ in range(load)
+        ]
+        engines = {0: engine_of(model, load, options.tokens, None)}
+        _, texts = run(engines[0], requests)
+        for length in range(1, model.drafter.block_size + 2):
+            forced = Forced(model.drafter, size, length - 1)
+            engines[length] = engine_of(model, load, options.tokens, forced)
+        speeds: dict[int, list[float]] = {length: [] for length in engines}
+        again = []
+        for turn in range(options.repeats):
+            for length in sorted(engines, reverse=bool(turn % 2)):
+                speed, found = run(engines[length], requests, texts)
+                assert options.device != "cpu" or found == texts, f"{length} says something else"
+                speeds[length].append(speed)
+            again.append(run(engines[0], requests)[0])
+        yield from lines(options, load, speeds, again, engines)
+
+
+def lines(
+    options: argparse.Namespace,
+    load: int,
+    speeds: dict[int, list[float]],
+    again: Sequence[float],
+    engines: dict[int, Engine],
+) -> Iterator[dict[str, object]]:
+    """Medians, and ratios of neighbouring runs."""
+    spread = [a / b for a, b in zip(again, speeds[0], strict=True)]
+    for length, found in speeds.items():
+        ratios = [a / b for a, b in zip(found, speeds[0], strict=True)]
+        stats = engines[length].stats()
+        line = {
+            "benchmark": "speculation",
+            "preset": options.preset,
+            "numerics": options.numerics,
+            "where": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+            "load": load,
+            "forced_length": length,
+            "tokens_per_second": statistics.median(found),
+            "ratio": statistics.median(ratios),
+            "same_again": [min(spread), max(spread)],
+            "mean_accepted_length": stats.mean_accepted_length,
+            "repeats": options.repeats,
+        }
+        sys.stderr.write(f"load {load}, {length} a round: {line['ratio']:.2f}\n")
+        yield line
+
+
+def main() -> None:
+    """Measure and record."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.speculation")
+    parser.add_argument("--preset", default="bench30m")
+    parser.add_argument("--numerics", default="f32", choices=sorted(NUMERICS))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tokens", type=int, default=25)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--loads", type=int, nargs="*", default=LOADS)
+    options = parser.parse_args()
+    record(f"speculation_{options.device}", measure(options))
+
+
+if __name__ == "__main__":
+    main()
