@@ -149,8 +149,29 @@ def _spread(runs: list[dict[str, object]], name: str) -> str:
     return f"{sum(values) / len(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
+def speculation_cpu() -> list[tuple[str, ...]]:
+    """Tokens per second by load and tokens per round, and how often those without speculation."""
+    lines = read("speculation_cpu")
+    lengths = sorted({int(str(line["forced_length"])) for line in lines})
+    names = ["none", *(f"{length} a round" for length in lengths if length)]
+    rows = [("requests", *names, "none again")]
+    for load in sorted({int(str(line["load"])) for line in lines}):
+        found = {line["forced_length"]: line for line in lines if line["load"] == load}
+        cells = [
+            f"{found[n]['tokens_per_second']:,.0f}" + (f" ({found[n]['ratio']:.2f})" if n else "")
+            for n in lengths
+        ]
+        least, most = (float(str(one)) for one in found[0]["same_again"])
+        rows.append((str(load), *cells, f"{least:.2f} to {most:.2f}"))
+    return rows
+
+
 PAGES = {
-    "engine.md": {"peers_speed": peers, "ced_prefill": ced_prefill},
+    "engine.md": {
+        "peers_speed": peers,
+        "ced_prefill": ced_prefill,
+        "speculation_cpu": speculation_cpu,
+    },
     "images.md": {"modality_balance": modality_balance},
     "training.md": {"gpu_training": gpu_training},
 }

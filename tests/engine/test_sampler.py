@@ -400,6 +400,32 @@ def test_requests_drawn_together_draw_what_each_draws_alone(monkeypatch, at_once
                 assert ours[i].place == sampler.place == len(found)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 3.0, "top_k": 3},
+        {"top_p": 0.9, "logit_bias": ((2, 2.0),)},
+        {"min_p": 0.3, "temperature": 1.5},
+        {"repetition_penalty": 1.6, "frequency_penalty": 0.5},
+    ],
+)
+def test_drafts_change_no_frequency(options):
+    """T9: whatever cuts the model's shares, and though some are drafted that it rules out."""
+    count, config = 800, SamplingConfig(**options)
+    logits = SHARES.log().float()
+    want = naive_shares(naive_scores(logits.tolist(), [1, 3], [], config), config)
+    q = torch.tensor([0.3, 0.0, 0.1, 0.2, 0.4], dtype=torch.float64)
+    found = [0] * 5
+    for seed in range(count):
+        point = torch.tensor([uniform(seed, Stream.DRAFT, 0)]).double()
+        token = int(ops.choose_tokens(q[None], point))
+        sampler = Sampler(SamplingConfig(seed=seed, **options), 5, [1, 3])
+        found[sampler.draw(logits, Draft(token, float(q[token]), q))] += 1
+    assert {token for token in range(5) if found[token]} == want.keys()
+    off = sum((found[t] - count * share) ** 2 / (count * share) for t, share in want.items())
+    assert off < CRITICAL[len(want) - 1]
+
+
 @pytest.mark.prove
 def test_draws_follow_the_model_in_the_whole_vocabulary():
     """T8: 10,000 draws among 129,280 tokens, most of which the model or the drafter rules out."""

@@ -5,6 +5,8 @@ import itertools
 import pytest
 import torch
 
+from openv41.engine import drafting
+from openv41.engine.speculation import VerifyAll
 from openv41.layers.batch import Batch
 from openv41.layers.store import Slot, Spans
 from openv41.model.cache import DenseStore
@@ -25,6 +27,7 @@ def model():
 def check_states(engine, *, bitwise):
     """Everything that is kept of the requests equals a fresh forward over their tokens."""
     store, config = engine.store, engine.model.config
+    engine.drafting.tell()
     jobs = [job for job in engine.scheduler.running if not job.is_prefill]
     tokens = [job.tokens[: job.done] for job in jobs]
     plain, batch = DenseStore(config.compress_ratios), Batch.from_documents(tokens)
@@ -122,3 +125,45 @@ def test_state_after_every_round_is_that_of_plain_decoding(model):
 @pytest.mark.parametrize("mode", [PrefillMode.EXACT, PrefillMode.FULL])
 def test_state_after_hundreds_of_rounds_is_that_of_plain_decoding_to_the_bit(mode):
     run_rounds(target(torch.float32, bitwise=True), 60, bitwise=True, mode=mode)
+
+
+class Sometimes(VerifyAll):
+    """Drafts in every fifth step."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def plan(self, requests):
+        self.steps += 1
+        return self.steps % 5 == 0
+
+
+@pytest.mark.parametrize("at_once", [3, 2048])
+def test_the_drafter_hears_of_steps_without_drafts_before_it_is_asked(model, monkeypatch, at_once):
+    """Their features wait, the last window of each request; also over a restart."""
+    monkeypatch.setattr(drafting, "ROWS_AT_ONCE", at_once)
+    requests = [greedy(random_ids(n, seed=n), 24) for n in (3, 9, 14)]
+    answers = plain_answers(model, requests)
+    texts = {
+        i: [*r.prompt, *a.tokens] for i, (r, a) in enumerate(zip(requests, answers, strict=True))
+    }
+    engine = speculating(
+        model,
+        Script(texts, lambda *_: 3),
+        speculator=Sometimes(),
+        prefix_cache=False,
+        cache={"num_pages": 22},
+    )
+    for request in requests:
+        engine.submit(request, lambda event: None)
+    for _ in range(12):
+        engine.step()
+        assert all(len(job.features) < WINDOW + 6 for job in engine.scheduler.running)
+    check_states(engine, bitwise=False)
+    engine.scheduler.restart(engine.scheduler.running[0])
+    while not engine.is_idle:
+        engine.step()
+    drafter = engine.drafting.drafter
+    assert len(drafter.seen) > 6
+    assert all(past >= min(position, WINDOW) for _, position, past in drafter.seen)
+    assert engine.drafting.is_on

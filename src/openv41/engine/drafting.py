@@ -16,6 +16,8 @@ from openv41.model.causal_encoder_decoder import CausalEncoderDecoder, Output
 
 logger = logging.getLogger(__name__)
 
+ROWS_AT_ONCE = 2048  # features that may wait for the drafter
+
 
 class Drafting:
     """Asks the drafter and the speculator, and tells them what came of it.
@@ -38,6 +40,7 @@ class Drafting:
         self.budget = 0  # drafts that the last step of decoding requests verified
         self._round: dict[int, int] = {}  # drafts that hold, by request that was drafted for
         self._lengths: dict[int, int] = {}
+        self._untold: dict[int, Job] = {}  # jobs with features that the drafter has not had
 
     def draft(self, jobs: Sequence[Job], room: int) -> Mapping[int, int]:
         """Draft for decoding jobs; return how many drafts of each to verify, by number.
@@ -54,6 +57,9 @@ class Drafting:
             return {}
         try:
             with torch.inference_mode():
+                self.tell()
+                if not self.is_on:
+                    return {}
                 confidence = self._propose(jobs)
         except Exception:
             logger.exception("the drafter failed; the engine goes on without it")
@@ -66,25 +72,38 @@ class Drafting:
         return self._lengths
 
     def learn(self, output: Output, jobs: Sequence[Job]) -> None:
-        """Give the drafter the features of all positions that are now part of these requests."""
+        """Remember the features of all positions that are now part of these requests.
+
+        The drafter gets them when it is asked again, those of many steps at once.
+        """
         taps, batch = output.taps, output.tap_batch
-        if not (self.is_on and jobs) or taps is None or batch is None:
+        if not self.is_on or taps is None or batch is None:
             return
-        done = {job.number: job.done for job in jobs}
-        going_on = [i for i, request in enumerate(batch.requests) if request in done]
-        rows = torch.isin(batch.request_rows, torch.tensor(going_on, device=batch.device))
-        if len(going_on) < len(batch.requests):
-            taps = taps[rows]
-            batch = Batch(
-                batch.token_ids[rows],
-                tuple(batch.requests[i] for i in going_on),
-                tuple(batch.starts[i] for i in going_on),
-                tuple(batch.counts[i] for i in going_on),
-            )
+        of = {job.number: job for job in jobs}
+        for place, request in enumerate(batch.requests):
+            if (job := of.get(request)) is not None:
+                first, row = batch.starts[place], batch.first_rows[place]
+                job.features.add(first, taps[row : row + min(batch.stops[place], job.done) - first])
+                self._untold[request] = job
+        if sum(len(job.features) for job in self._untold.values()) > ROWS_AT_ONCE:
+            self.tell()
+
+    def tell(self) -> None:
+        """Give the drafter all features that it has not had."""
+        told = [job for job in self._untold.values() if job.finished is None and job.features]
+        self._untold.clear()
+        if not (told and self.is_on):
+            return
+        counts = tuple(len(job.features) for job in told)
+        batch = Batch(
+            torch.zeros(sum(counts), dtype=torch.int64, device=self._store.device),
+            tuple(job.number for job in told),
+            tuple(job.features.first for job in told),
+            counts,
+        )
+        rows = torch.cat([rows for job in told for rows in job.features.take()])
         try:
-            self.drafter.write_context(
-                taps, batch, self._store, [done[request] for request in batch.requests]
-            )
+            self.drafter.write_context(rows, batch, self._store)
         except Exception:
             logger.exception("the drafter failed; the engine goes on without it")
             self.is_on = False

@@ -21,6 +21,7 @@ from openv41.config import NUMERICS
 from openv41.engine.answering import Collector, take, take_prompt
 from openv41.engine.constraint import ConstraintError
 from openv41.engine.drafting import Drafting
+from openv41.engine.features import Features
 from openv41.engine.images import ImageCache, JobImages, find_spans, join
 from openv41.engine.job import Job, Sink
 from openv41.engine.joint_sampling import Drawing, draw_together
@@ -194,6 +195,7 @@ class Engine:
             sink=sink,
             mode=self.config.prefill,
             images=JobImages(spans),
+            features=Features(config.attention.window_size),
             tokens=list(request.prompt),
         )
         if job.needs_all_rows or self.cut is None:
@@ -222,11 +224,13 @@ class Engine:
         """Run one batch and send what it brings."""
         drafting = self.drafting
         step = self.scheduler.next_step(None if drafting is None else drafting.draft)
-        if step:
-            with torch.inference_mode():
-                self._run(step)
-        if drafting is not None:
-            drafting.end_step()
+        try:
+            if step:
+                with torch.inference_mode():
+                    self._run(step)
+        finally:
+            if drafting is not None:
+                drafting.end_step()
 
     def stream(self, request: Request) -> Generator[Event, None, None]:
         """Yield the events of one request as they come; closing the iterator cancels it."""
@@ -318,6 +322,8 @@ class Engine:
         going_on = [job for job, _ in step if job.finished is None]
         if self.drafting is not None:
             self.drafting.learn(output, going_on)
+            if self.config.prefix_cache and any(map(self.prefixes.takes_snapshot, going_on)):
+                self.drafting.tell()
         for job in going_on:
             self._keep(job, ends=job.last is not None)
             if job.last is not None:

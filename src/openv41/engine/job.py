@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from openv41.engine.features import Features
 from openv41.engine.images import JobImages
 from openv41.engine.logprobs import Alternatives
 from openv41.engine.prefix_tree import Node
@@ -32,6 +33,7 @@ class Job:
     sink: Sink
     mode: PrefillMode
     images: JobImages
+    features: Features  # that the drafter has not had
     tokens: list[int] = field(default_factory=list)
     done: int = 0
     drafts: list[Draft] = field(default_factory=list)  # behind the tokens, for the next step
@@ -90,6 +92,7 @@ class Job:
         self.rows, self.kept_node, self.is_approximate = None, None, False
         self.choices.clear()
         self.drafts.clear()
+        self.features.clear()
 
     def drop_choices(self, count: int) -> None:
         """Forget the choices recorded last: of drafts that do not hold."""

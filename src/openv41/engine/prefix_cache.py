@@ -46,7 +46,7 @@ class PrefixCache:
         self._exact = PrefixTree(store.allocator, size, max_snapshots=max_snapshots)
         self._approximate = PrefixTree(store.allocator, size, max_snapshots=0)
         self._tail = tail
-        self._takes_snapshots = max_snapshots > 0
+        self._has_snapshots = max_snapshots > 0
         self.disk = disk
         self.hit_tokens = 0
 
@@ -187,15 +187,19 @@ class PrefixCache:
                     return kept
         return None
 
-    def _take_snapshot(self, job: Job) -> None:
+    def takes_snapshot(self, job: Job) -> bool:
+        """Whether ``keep`` will copy windows of the job."""
         position = job.done - job.done % self._size
-        if position in (0, job.snapshot_at) or job.mode is PrefillMode.BOUNDED:
-            return
-        if self._takes_snapshots and job.done - position <= self._store.cache.draft_tokens:
-            job.snapshot_at = position
+        is_new = position not in (0, job.snapshot_at) and not job.is_approximate
+        is_near = job.done - position <= self._store.cache.draft_tokens
+        return self._has_snapshots and is_new and is_near and job.mode is not PrefillMode.BOUNDED
+
+    def _take_snapshot(self, job: Job) -> None:
+        if self.takes_snapshot(job):
+            job.snapshot_at = job.done - job.done % self._size
             assert job.kept_node is not None, "no page of the job was kept"
-            node = next(node for node in job.kept_node.path() if node.end == position)
-            self._exact.attach(node, self._store.snapshot(job.number, position))
+            node = next(node for node in job.kept_node.path() if node.end == job.snapshot_at)
+            self._exact.attach(node, self._store.snapshot(job.number, job.snapshot_at))
 
     def _names(self, job: Job, first: int, stop: int) -> list[bytes]:
         """What the disk knows some whole pages of a job by."""
