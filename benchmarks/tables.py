@@ -3,6 +3,7 @@
 import json
 import re
 
+from benchmarks.h200 import report
 from benchmarks.record import REPOSITORY, RESULTS
 from openv41.io.atomic import write_atomic
 
@@ -174,6 +175,7 @@ PAGES = {
     },
     "images.md": {"modality_balance": modality_balance},
     "training.md": {"gpu_training": gpu_training},
+    "performance.md": {"h200": report.ceilings, "h200_modules": report.sections},
 }
 
 
@@ -181,9 +183,8 @@ def filled(page: str) -> str:
     """A page with every table as the lines have it."""
     text = (DOCS / page).read_text(encoding="utf-8")
     for name, make in PAGES[page].items():
-        head, *rows = make()
-        lines = [head, ("---",) * len(head), *rows]
-        table = "".join(f"| {' | '.join(row)} |\n" for row in lines)
+        made = make()
+        table = made if isinstance(made, str) else report.as_markdown(made)
         text, found = re.subn(
             MARKED.format(name=name), rf"\g<1>{table}\g<2>", text, flags=re.DOTALL
         )
@@ -195,6 +196,7 @@ def main() -> None:
     """Write the pages."""
     for page in PAGES:
         write_atomic(DOCS / page, filled(page).encode())
+    report.draw()
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def prepare(
     for inputs in sets:
         run = _in_mode(mode, function, inputs)
         try:
-            errors.append(_checked(row, inputs, _poisoned_run(clock, run)))
+            errors.append(_checked(row, inputs, poisoned_run(clock, run)))
             replay, outputs = _captured_or_none(clock, run)
             if replay is None:
                 runs.append(run)
@@ -79,7 +79,7 @@ def _in_mode(mode: Mode, function: Callable[..., Any], inputs: Inputs) -> Run:
     return run
 
 
-def _poisoned_run(clock: Clock, run: Run) -> object:
+def poisoned_run(clock: Clock, run: Run) -> object:
     """Run with fresh memory that holds NaN; what the call allocates is then poisoned too."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -107,6 +107,7 @@ def _checked(row: Row, inputs: Inputs, outputs: object) -> float:
 
 
 def _last_lines(error: Exception) -> str:
-    text = "".join(traceback.format_exception_only(error)).strip()
+    lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
+    shown = lines[0] if "CUDA" in lines[0] else " / ".join(lines[-3:])  # CUDA adds advice
     place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{' | '.join(text.splitlines()[-3:])[-500:]} ({place.name}:{place.lineno})"
+    return f"{shown[-500:]} ({place.name}:{place.lineno})"
