@@ -85,6 +85,24 @@ def test_files_are_for_engines_that_speculate(model, tmp_path):
         schedule_verification(plain, tmp_path, profile=tmp_path / "p")
 
 
+def test_a_prompt_in_parts_that_no_upper_layer_needs_does_not_disturb_the_drafter(model):
+    """Its first rows end below the tapped layers."""
+    request = greedy(random_ids(60, 1), 10)
+    [plain] = plain_answers(model, [request])
+    known = [[*request.prompt, *plain.tokens]]
+    engine = speculating(model, Script(known, lambda *_: 3), tokens_per_step=8)
+    drafter, widths = engine.drafting.drafter, set()
+    write = drafter.write_context
+
+    def watched(taps, *rest):
+        widths.add(taps.shape[-1])
+        write(taps, *rest)
+
+    drafter.write_context = watched
+    assert engine.generate([request])[0].tokens == plain.tokens
+    assert widths == {3 * model.config.hidden_size}
+
+
 @pytest.mark.parametrize("costs", [FREE, DEAR])
 def test_answers_are_those_of_plain_decoding(model, here, tmp_path, costs):
     """Whatever the schedule: rows that are free, and rows that never pay."""
