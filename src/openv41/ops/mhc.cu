@@ -9,13 +9,10 @@
 // sums before the collapsed rows can be normalised and the coefficients be computed, so they wait at
 // a counter. They have consecutive numbers and start in that order: those that are waited for run.
 
-#include <cstdint>
-#include <type_traits>
-#include <cuda_runtime.h>
+#include "mhc_pairs.cuh"
 
 namespace {
 
-constexpr int kStreams = 4, kMixes = 24, kPartWidth = 32;
 constexpr int kPatience = 1 << 22;  // polls, then wrong numbers instead of a hang
 
 struct Args {
@@ -29,39 +26,6 @@ struct Args {
   int tokens, dim, slices, steps, norm_is_bf16;
   float eps, norm_eps;
 };
-
-__device__ __forceinline__ float low(uint32_t pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
-
-__device__ __forceinline__ uint32_t pack(float first, float second) {
-  uint32_t pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-  return pair;
-}
-
-__device__ __forceinline__ void multiply(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2,
-                                         uint32_t a3, uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ void multiply(float (&sum)[4], const uint4 &upper, const uint4 &lower,
-                                         const uint4 &weight) {
-  multiply(sum, upper.x, lower.x, upper.y, lower.y, weight.x, weight.y);
-  multiply(sum, upper.z, lower.z, upper.w, lower.w, weight.z, weight.w);
-}
-
-// Two float32 as three pairs of bf16.
-__device__ __forceinline__ void split(float first, float second, uint32_t &large, uint32_t &middle,
-                                      uint32_t &small) {
-  large = pack(first, second);
-  first -= low(large), second -= high(large);
-  middle = pack(first, second);
-  small = pack(first - low(middle), second - high(middle));
-}
 
 __device__ __forceinline__ void split(const float *from, uint4 (&parts)[3]) {
   const float4 u = __ldg(reinterpret_cast<const float4 *>(from));
@@ -148,11 +112,6 @@ __device__ __forceinline__ void write(const Args &args, long long token, bool in
   }
 }
 
-__device__ __forceinline__ float norm_weight(const Args &args, int d) {
-  if (args.norm_is_bf16) return low(static_cast<const uint16_t *>(args.norm)[d]);
-  return static_cast<const float *>(args.norm)[d];
-}
-
 __device__ __forceinline__ void normalise(const Args &args, long long token, bool inside, int d,
                                           const uint4 &h, float inverse) {
   if (!inside) return;
@@ -160,9 +119,9 @@ __device__ __forceinline__ void normalise(const Args &args, long long token, boo
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
     const uint32_t pair = (&h.x)[w];
-    const float first = low(pair) * inverse * norm_weight(args, d + 2 * w);
-    const float second = high(pair) * inverse * norm_weight(args, d + 2 * w + 1);
-    (&out.x)[w] = pack(first, second);
+    const float first = weight_of(args.norm, args.norm_is_bf16, d + 2 * w);
+    const float second = weight_of(args.norm, args.norm_is_bf16, d + 2 * w + 1);
+    (&out.x)[w] = pack(low(pair) * inverse * first, high(pair) * inverse * second);
   }
   *reinterpret_cast<uint4 *>(args.h + token * args.dim + d) = out;
 }

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from openv41.ops import mhc_cuda
 from openv41.ops.mhc_forward_triton import (
     DOT,
     WIDTH,
@@ -335,6 +336,14 @@ def streams_backward(
     y, b, c = pending or (x, x, x)
     g_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     g_y = torch.empty(num_tokens, dim, dtype=y.dtype, device=x.device) if pending else None
+    if full is not None and a is not None and g_h is not None:
+        fn, norm, inverse, g_mixes, along, products = full
+        read = a, fn, norm, g_h, *(pending or ()), *(() if g_new is None else (g_new,))
+        if mhc_cuda.backward_fits(x, read) and y.stride(0) % 8 == 0:
+            before = x, *(pending or (None, None, None)), a, fn, norm, inverse, g_new, g_h
+            pointers = *before, g_mixes, along, products, g_x, g_y
+            strides = x.stride(0), x.stride(1), y.stride(0)
+            return _with_sums(g_x, g_y, mhc_cuda.launch_backward(pointers, strides, norm))
     chunks = min(CHUNKS, triton.next_power_of_2(triton.cdiv(dim, CHUNK)))
     slices = triton.cdiv(dim, CHUNK * chunks)
     size = num * (num + 2)
@@ -349,6 +358,14 @@ def streams_backward(
         HAS_G=g_new is not None, MIX=g_h is not None, FULL=full is not None, DOT=DOT,
         num_warps=WARPS, num_stages=2,
     )  # fmt: skip
+    return _with_sums(g_x, g_y, parts)
+
+
+def _with_sums(
+    g_x: Tensor, g_y: Tensor | None, parts: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
+    """Add the gradients of a, b and c, of which ``parts`` are shares in the order a, c, b."""
+    num = g_x.shape[1]
     g_a, g_c, g_b = parts.sum(0).split([num, num, num * num], dim=1)
     return g_x, g_y, g_a.contiguous(), g_b.reshape(-1, num, num), g_c.contiguous()
 

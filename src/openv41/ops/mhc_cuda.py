@@ -1,7 +1,8 @@
 """The streams between two blocks in CUDA C++, for the released number of streams. Report §2.4.1.
 
-``mhc.cu`` is compiled by nvcc when it is first needed, and kept in torch's folder of extensions.
-Numbers moved per token, of bf16: (2 N + 2) D, in one launch at any number of tokens.
+The sources are compiled by nvcc when they are first needed, and kept in torch's folder of
+extensions. Numbers moved per token, of bf16: (2 N + 2) D forward, in one launch at any number of
+tokens; (3 N + 3) D in the gradients of the streams.
 """
 
 import ctypes
@@ -15,10 +16,13 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("mhc.cu")
+FOLDER = Path(__file__).parent
+SOURCES = [FOLDER / name for name in ("mhc.cu", "mhc_backward.cu")]
+HEADER = FOLDER / "mhc_pairs.cuh"
 STREAMS = 4
 FEW_TOKENS, FEW_WIDTH = 64, 64  # of one tile, of its slices; as in the source
 MANY_TOKENS, MANY_WIDTH = 128, 128
+BACKWARD_TOKENS, BACKWARD_WIDTH = 128, 256
 PART_WIDTH = 32
 MOST_SLICES = 128  # programs that wait for each other: all run at once
 
@@ -30,20 +34,21 @@ def library() -> ctypes.CDLL | None:
 
     if cpp_extension.CUDA_HOME is None:
         return None
-    name = f"openv41_mhc_{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]}"
+    text = b"".join(path.read_bytes() for path in (*SOURCES, HEADER))
+    name = f"openv41_mhc_{hashlib.sha256(text).hexdigest()[:12]}"
     folder = Path(cpp_extension.get_default_build_root()) / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
         cpp_extension.load(
             name,
-            [str(SOURCE)],
+            [str(path) for path in SOURCES],
             extra_cuda_cflags=["-O3", "-std=c++17"],
             build_directory=str(folder),
             is_python_module=False,
         )
         return ctypes.CDLL(str(folder / f"{name}.so"))
     except (OSError, RuntimeError) as error:
-        logger.warning("mhc.cu does not compile here, Triton runs instead: %s", error)
+        logger.warning("the CUDA sources do not compile here, Triton runs instead: %s", error)
         return None
 
 
@@ -58,6 +63,8 @@ def fits(x: Tensor, others: tuple[Tensor, ...]) -> bool:
     if not x.is_cuda or x.dtype != torch.bfloat16 or x.shape[1] != STREAMS:
         return False
     if dim % MANY_WIDTH or dim // FEW_WIDTH > MOST_SLICES:
+        return False
+    if any(t.dtype not in (torch.bfloat16, torch.float32) for t in others):
         return False
     if any(t.data_ptr() % 16 for t in (x, *others)) or any(s % 8 for s in x.stride()[:2]):
         return False
@@ -84,14 +91,44 @@ def launch(
     rows = tiles_of(tokens) * slices * (FEW_TOKENS if tokens <= FEW_TOKENS else MANY_TOKENS)
     parts = torch.empty(rows, PART_WIDTH, dtype=torch.float32, device=x.device)
     sums = torch.empty(rows, 2, dtype=torch.float32, device=x.device)
-    given = [t if t is None else t.data_ptr() for t in (*pointers, parts, sums, counters)]
     steps, eps, norm_eps = constants
     sizes = *strides, tokens, dim, slices, steps, int(norm.dtype == torch.bfloat16)
     error = compiled.openv41_mega_mhc(
-        (ctypes.c_void_p * len(given))(*given),
+        _addresses(*pointers, parts, sums, counters),
         (ctypes.c_longlong * len(sizes))(*sizes),
         ctypes.c_float(eps),
         ctypes.c_float(norm_eps),
         ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream),
     )
     assert error == 0, f"the launch of mega_mhc failed: CUDA error {error}"
+
+
+def backward_fits(x: Tensor, others: tuple[Tensor, ...]) -> bool:
+    """Whether the source takes these streams for their gradients."""
+    return x.shape[2] % BACKWARD_WIDTH == 0 and fits(x, others)
+
+
+def launch_backward(
+    pointers: tuple[Tensor | None, ...], strides: tuple[int, int, int], norm: Tensor
+) -> Tensor:
+    """Launch on tensors in the source's order but the last, the sums [slices, T, mixes]."""
+    compiled, x = library(), pointers[0]
+    assert compiled is not None and x is not None, "the launch was not checked by fits"  # noqa: PT018
+    tokens, num, dim = x.shape
+    slices = dim // BACKWARD_WIDTH
+    parts = torch.empty(slices, tokens, num * (num + 2), dtype=torch.float32, device=x.device)
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    groups = max(1, min(-(-tokens // BACKWARD_TOKENS), processors // slices))
+    sizes = *strides, tokens, dim, int(norm.dtype == torch.bfloat16), groups
+    error = compiled.openv41_mega_mhc_backward(
+        _addresses(*pointers, parts),
+        (ctypes.c_longlong * len(sizes))(*sizes),
+        ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream),
+    )
+    assert error == 0, f"the launch of mega_mhc's gradients failed: CUDA error {error}"
+    return parts
+
+
+def _addresses(*tensors: Tensor | None) -> ctypes.Array[ctypes.c_void_p]:
+    given = [tensor if tensor is None else tensor.data_ptr() for tensor in tensors]
+    return (ctypes.c_void_p * len(given))(*given)
