@@ -4,6 +4,7 @@
 
 from typing import Any, NamedTuple, no_type_check
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -48,6 +49,13 @@ def forward_tiling(q: Tensor) -> Tiling:
 def _padded(q: Tensor) -> tuple[int, int]:
     heads, channels = (max(16, triton.next_power_of_2(n)) for n in q.shape[1:])
     return min(heads, 64), channels
+
+
+def fits_hopper(q: Tensor) -> bool:
+    """Whether the kernels whose layouts are chosen for Hopper take these queries."""
+    if q.dtype != torch.bfloat16 or q.shape[2] != 512 or not q.shape[1] > 32:
+        return False
+    return q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
 
 
 def contiguous(x: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ _SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bit
 
 @gluon.jit
 @no_type_check
-def _rows(rows_ptr, block, count, layout: gl.constexpr):
+def list_block(rows_ptr, block, count, layout: gl.constexpr):
     """Listed rows of a block; -1 before the list and behind it."""
     at = block * _K + gl.arange(0, _K, layout)
     return gl.load(rows_ptr + at, mask=(at >= 0) & (at < count), other=-1)
@@ -47,13 +47,13 @@ def _rows(rows_ptr, block, count, layout: gl.constexpr):
 @no_type_check
 def _copy_main(main_ptr, stride, rows_ptr, block, count, codes_into, scales_into):
     """Start to copy codes and scales of a block of main KV rows."""
-    rows = _rows(rows_ptr, block, count, gl.SliceLayout(1, _ROW))
+    rows = list_block(rows_ptr, block, count, gl.SliceLayout(1, _ROW))
     row = main_ptr + rows.to(gl.int64)[:, None] * stride
     columns = gl.arange(0, _HALF, gl.SliceLayout(0, _ROW))
     async_copy.async_copy_global_to_shared(
         codes_into, row + columns[None, :], mask=(rows >= 0)[:, None]
     )
-    rows = _rows(rows_ptr, block, count, gl.SliceLayout(1, _SCALES))
+    rows = list_block(rows_ptr, block, count, gl.SliceLayout(1, _SCALES))
     row = main_ptr + rows.to(gl.int64)[:, None] * stride + _HALF
     groups = gl.arange(0, _C // 16, gl.SliceLayout(0, _SCALES))
     async_copy.async_copy_global_to_shared(
@@ -95,7 +95,7 @@ def _put_window(
     window_ptr, bytes_ptr, stride, rows_ptr, block, count, even_into, odd_into, FP8: gl.constexpr
 ):
     """Read and dequantise window KV into shared memory; ``stride`` is in units of 16 bytes."""
-    rows = _rows(rows_ptr, block, count, gl.SliceLayout(1, _ROW))
+    rows = list_block(rows_ptr, block, count, gl.SliceLayout(1, _ROW))
     row = window_ptr + rows.to(gl.int64)[:, None] * (stride * 8)
     columns = gl.arange(0, _HALF, gl.SliceLayout(0, _ROW))
     codes = gl.load(row + columns[None, :], mask=(rows >= 0)[:, None], other=0)
@@ -148,7 +148,7 @@ def _put_block(stores, lists, block, near, staged, even_into, odd_into, codecs):
 
 @gluon.jit
 @no_type_check
-def _softmax(s, present, scale, top, total):
+def softmax(s, present, scale, top, total):
     """Running softmax: weights of a block and the factor of what was before."""
     s = gl.where(present[None, :], s * scale, -float("inf"))
     new = gl.maximum(top, gl.max(s, 1))
@@ -182,10 +182,10 @@ def _sums(stores, lists, scale, buffers, none, top, total, codecs):
                 stores, lists, block + 1, near, staged, even.index(then), odd.index(then), codecs
             )
         _copy_main(main_ptr, main_stride, main_rows, block + 2 - near, K, codes, scales)
-        present = _rows(window_rows, block, W, gl.SliceLayout(0, _SCORES)) >= 0
-        present |= _rows(main_rows, block - near, K, gl.SliceLayout(0, _SCORES)) >= 0
+        present = list_block(window_rows, block, W, gl.SliceLayout(0, _SCORES)) >= 0
+        present |= list_block(main_rows, block - near, K, gl.SliceLayout(0, _SCORES)) >= 0
         s = warpgroup_mma_wait(0, deps=(s,))
-        p, shrink, top, total = _softmax(s, present, scale, top, total)
+        p, shrink, top, total = softmax(s, present, scale, top, total)
         p_shared.store(p.to(gl.bfloat16))
         fence_async_shared()
         shrink = gl.convert_layout(shrink, gl.SliceLayout(1, _SUMS))[:, None]

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from openv41.ops import packed_sparse_attention_hopper_triton as hopper
 from openv41.ops._dispatch import kernel
-from openv41.ops.listed_rows_triton import LOG2E, NONE, join_sink, read_list
-from openv41.ops.packed_sparse_attention_hopper_triton import CHANNELS, HEADS, WARPS
+from openv41.ops.listed_rows_triton import LOG2E, NONE, fits_hopper, join_sink, read_list
+from openv41.ops.packed_sparse_attention_hopper_triton import WARPS
 
 SHRUNK: tl.constexpr = tl.constexpr(256.0)  # keys are held at 1 / SHRUNK
 FP4_FACTOR: tl.constexpr = tl.constexpr(2.0**126 / 256)
@@ -90,7 +90,6 @@ class Tiling(NamedTuple):
 
 def tiling_of(q: Tensor, listed: int, *, deterministic: bool) -> Tiling:
     """Fill the multiprocessors; a query's bits depend on nothing else if they have to."""
-    on_hopper = q.dtype == torch.bfloat16 and q.shape[2] == CHANNELS and q.shape[1] > HEADS // 2
     heads = min(64, max(16, triton.next_power_of_2(q.shape[1])))
     rows, warps, stages = (64, 8, 3) if heads == 64 else (32, 4, 3)
     if q.element_size() == 4:
@@ -99,11 +98,7 @@ def tiling_of(q: Tensor, listed: int, *, deterministic: bool) -> Tiling:
     blocks = max(1, triton.cdiv(listed, rows))
     parts = 1 if deterministic else min(blocks, max(1, PROGRAMS // max(programs, 1)))
     parts = triton.cdiv(blocks, triton.cdiv(blocks, parts))
-    return Tiling(heads, rows, warps, stages, parts, on_hopper and _is_hopper(q.device))
-
-
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return Tiling(heads, rows, warps, stages, parts, fits_hopper(q))
 
 
 def _refuse(q, window, window_rows, main, main_rows, sink, scale, **_) -> str | None:

@@ -14,11 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from openv41.ops import sparse_attention_hopper_triton as hopper
 from openv41.ops._dispatch import kernel, wants_gradient
 from openv41.ops.listed_rows_triton import (
     NONE,
     Tiling,
     contiguous,
+    fits_hopper,
     forward_tiling,
     gather_rows,
     join_sink,
@@ -99,11 +101,13 @@ def forward(
     tiling: Tiling | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention, and the base-2 logarithm of its denominator per query and head."""
-    tiling = tiling or forward_tiling(q)
+    on_hopper, tiling = tiling is None and fits_hopper(q), tiling or forward_tiling(q)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-    if out.numel():
-        grid = len(q), triton.cdiv(q.shape[1], tiling.heads)
-        rows = keys[0].listed, keys[1].listed
+    grid, rows = (len(q), triton.cdiv(q.shape[1], tiling.heads)), (keys[0].listed, keys[1].listed)
+    if out.numel() and on_hopper:
+        given = kernel_arguments(q, stores, rows, sink, scale)
+        hopper.attend[grid](lse, out, *given, NONE=NONE.value, num_warps=8)
+    elif out.numel():
         _forward[grid](*kernel_arguments(q, stores, rows, sink, scale), out, lse, **tiling.launch)
     return out, lse
 
