@@ -201,14 +201,14 @@ def training_rows(tokens: int, heads: int) -> Iterator[Row]:
     product = tokens * heads * keys * WIDTH * 2
     rows = 2 * tokens * WIDTH * 2 + tokens * keys * 8
     queries = tokens * heads * WIDTH * 2
-    sizes = {"forward": [(32, 8, 3)], "train": [(32, 8, 2)]} if heads == 64 else {}
+    sizes = {"forward": [(64, 8, 2)], "train": [(64, 8, 1)]} if heads == 64 else {}
     for name, function, products, moved, goals in (
         ("forward", forward, 2, 2 * queries + rows, ()),
         ("train", train, 7, 6 * queries + 3 * rows, (Goal("peer_ratio", 3.0),)),
         ("mass", masses, 1, queries + rows + tokens * FAR * 4, ()),
     ):
         variants = {
-            f"{k} rows, {w} warps, {s} stages": sized(name, heads, WIDTH, k, w, s)
+            f"Triton, {k} rows": sized(name, heads, WIDTH, k, w, s)
             for k, w, s in sizes.get(name, [])
         }
         yield Row(

@@ -63,11 +63,28 @@ def contiguous(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else x.contiguous()
 
 
-def kernel_arguments(q, stores, rows, sink, scale) -> tuple[Any, ...]:
-    """What every kernel over queries and their rows begins with."""
-    lists = [part.contiguous() for part in rows]
-    counts = [part.shape[1] for part in lists]
-    return (q, *stores, *lists, *counts, sink, scale * LOG2E, *q.shape[1:])
+def kernel_arguments(
+    q: Tensor,
+    stores: tuple[Tensor, Tensor],
+    rows: tuple[Tensor, Tensor],
+    sink: Tensor,
+    scale: float,
+) -> dict[str, Any]:
+    """What every kernel over queries and their rows is given."""
+    near, far = (part.contiguous() for part in rows)
+    return {
+        "q_ptr": q,
+        "window_ptr": stores[0],
+        "main_ptr": stores[1],
+        "window_rows": near,
+        "main_rows": far,
+        "W": near.shape[1],
+        "K": far.shape[1],
+        "sink_ptr": sink,
+        "scale": scale * LOG2E,
+        "H": q.shape[1],
+        "C": q.shape[2],
+    }
 
 
 @triton.jit

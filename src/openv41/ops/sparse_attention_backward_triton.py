@@ -16,9 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from openv41.ops import sparse_attention_hopper_triton as hopper
 from openv41.ops.listed_rows_triton import (
     LOG2E,
     Tiling,
+    fits_hopper,
     forward_tiling,
     gather_rows,
     kernel_arguments,
@@ -46,6 +48,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of queries, both stores and sinks, READERS_AT_ONCE queries at a time."""
     q, window_kv, main_kv, sink, out, lse = saved
+    on_hopper = tiling is None and fits_hopper(q) and q.shape[1] <= 64
     tiling = tiling or backward_tiling(q)
     grad_q, mean = torch.empty_like(q), torch.empty_like(lse)
     totals = tuple(kv.new_zeros(kv.shape, dtype=torch.float32) for kv in (window_kv, main_kv))
@@ -55,18 +58,21 @@ def backward(
         rows = keys[0].listed[piece], keys[1].listed[piece]
         part, grad = q[piece], grad_out[piece]
         weights = q.new_empty(len(part), 2, q.shape[1], sum(places))
-        _backward_queries[len(part), triton.cdiv(q.shape[1], tiling.heads)](
-            out[piece],
-            lse[piece],
-            grad,
-            grad_q[piece],
-            mean[piece],
-            weights,
-            places[0],
-            sum(places),
-            *kernel_arguments(part, (window_kv, main_kv), rows, sink, scale),
-            **tiling.launch,
-        )
+        given = kernel_arguments(part, (window_kv, main_kv), rows, sink, scale) | {
+            "out_ptr": out[piece],
+            "lse_ptr": lse[piece],
+            "grad_ptr": grad,
+            "grad_q_ptr": grad_q[piece],
+            "mean_ptr": mean[piece],
+            "weights_ptr": weights,
+            "first_main": places[0],
+            "places": sum(places),
+        }
+        if on_hopper:
+            hopper.differentiate[(len(part),)](**given, num_warps=8)
+        else:
+            grid = len(part), triton.cdiv(q.shape[1], tiling.heads)
+            _backward_queries[grid](**given, **tiling.launch)
         if not sum(places):
             continue
         grads = _row_gradients(part, grad, weights)

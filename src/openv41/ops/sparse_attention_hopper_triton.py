@@ -1,8 +1,8 @@
-"""The forward for 64 heads of 512 channels on Hopper, its layouts chosen. Report §2.3.1.
+"""Forward and backward for 64 heads of 512 channels on Hopper, layouts chosen. Report §2.3.1.
 
 As in the packed kernel both warpgroups share the columns of the scores. A block of rows is copied
 into one buffer while the matrix units work on the other: 64 rows take about 3,400 cycles of
-products and softmax, and 2,700 of copying out of L2.
+products and softmax, and 2,700 of copying out of L2. The backward has room for one buffer.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -51,10 +51,18 @@ def _copy_block(stores, lists, block, near, into):
 
 @gluon.jit
 @no_type_check
+def _present(lists, block, near):
+    """Which places of a block name a row."""
+    near_rows = list_block(lists[0], block, lists[1], gl.SliceLayout(0, _SCORES))
+    far_rows = list_block(lists[2], block - near, lists[3], gl.SliceLayout(0, _SCORES))
+    return (near_rows >= 0) | (far_rows >= 0)
+
+
+@gluon.jit
+@no_type_check
 def _sums(stores, lists, scale, q, kv, p_shared, NONE: gl.constexpr):
     """Attention over the lists of one query, not yet divided."""
-    window_rows, W, main_rows, K = lists
-    near, far = (W + _K - 1) // _K, (K + _K - 1) // _K
+    near, far = (lists[1] + _K - 1) // _K, (lists[3] + _K - 1) // _K
     top = gl.full([_H], 2 * NONE, gl.float32, gl.SliceLayout(1, _SCORES))
     none = gl.full([_H, _K], 0.0, gl.float32, _SCORES)
     acc, total = gl.full([_H, _C], 0.0, gl.float32, _SUMS), none
@@ -65,8 +73,7 @@ def _sums(stores, lists, scale, q, kv, p_shared, NONE: gl.constexpr):
         now = kv.index(block & 1)
         s = warpgroup_mma(q, now.permute((1, 0)), none, use_acc=False, is_async=True)
         _copy_block(stores, lists, block + 1, near, kv.index((block + 1) & 1))
-        present = list_block(window_rows, block, W, gl.SliceLayout(0, _SCORES)) >= 0
-        present |= list_block(main_rows, block - near, K, gl.SliceLayout(0, _SCORES)) >= 0
+        present = _present(lists, block, near)
         s = warpgroup_mma_wait(0, deps=(s,))
         p, shrink, top, total = softmax(s, present, scale, top, total)
         p_shared.store(p.to(gl.bfloat16))
@@ -117,3 +124,86 @@ def attend(
     factor = gl.convert_layout(shrink / total, gl.SliceLayout(1, _SUMS))
     q.store((acc * factor[:, None]).to(gl.bfloat16))  # written in whole lines from there
     gl.store(out_ptr + at, q.load(_ROW), mask=inside)
+
+
+@gluon.jit
+@no_type_check
+def _gradient(stores, lists, scale, q, grad, kv, ds_shared, lse, mean, weights, places, H):
+    """Gradient of a query; ``weights`` are where the scores' and, H rows on, probabilities go."""
+    near, far = (lists[1] + _K - 1) // _K, (lists[3] + _K - 1) // _K
+    none = gl.full([_H, _K], 0.0, gl.float32, _SCORES)
+    acc = gl.full([_H, _C], 0.0, gl.float32, _SUMS)
+    heads = gl.arange(0, _H, gl.SliceLayout(1, _SCORES))
+    column = gl.arange(0, _K, gl.SliceLayout(0, _SCORES))
+    into, inside = weights + heads[:, None] * places + column[None, :], (heads < H)[:, None]
+    _copy_block(stores, lists, 0, near, kv)
+    for block in range(near + far):
+        async_copy.wait_group(0)
+        fence_async_shared()
+        keys = kv.permute((1, 0))
+        s = warpgroup_mma(q, keys, none, use_acc=False, is_async=True)
+        dp = warpgroup_mma(grad, keys, none, use_acc=False, is_async=True)
+        present = _present(lists, block, near)
+        s, dp = warpgroup_mma_wait(0, deps=(s, dp))
+        s = gl.where(present[None, :], s * scale, -float("inf"))
+        p = gl.exp2(s - lse[:, None])
+        ds = (p * (dp - mean[:, None]) * (scale * 0.6931471805599453)).to(gl.bfloat16)
+        ds_shared.store(ds)
+        fence_async_shared()
+        acc = warpgroup_mma(ds_shared, kv, acc, is_async=True)
+        gl.store(into + block * _K, ds, mask=inside)
+        gl.store(into + H * places + block * _K, p.to(gl.bfloat16), mask=inside)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        _copy_block(stores, lists, block + 1, near, kv)
+    async_copy.wait_group(0)
+    return acc
+
+
+@gluon.jit
+@no_type_check
+def differentiate(
+    H,
+    scale,
+    weights_ptr,
+    places,
+    first_main,
+    mean_ptr,
+    grad_q_ptr,
+    grad_ptr,
+    out_ptr,
+    lse_ptr,
+    q_ptr,
+    sink_ptr,
+    W,
+    window_rows,
+    window_ptr,
+    K,
+    main_rows,
+    main_ptr,
+    C: gl.constexpr,
+):
+    """As ``_backward_queries`` of the kernel for every size, for at most 64 heads."""
+    t = gl.program_id(0).to(gl.int64)
+    q = gl.allocate_shared_memory(gl.bfloat16, [_H, _C], _SHARED)
+    grad = gl.allocate_shared_memory(gl.bfloat16, [_H, _C], _SHARED)
+    kv = gl.allocate_shared_memory(gl.bfloat16, [_K, _C], _SHARED)
+    ds_shared = gl.allocate_shared_memory(gl.bfloat16, [_H, _K], _SHARED)
+    heads = gl.arange(0, _H, gl.SliceLayout(1, _ROW))
+    columns = gl.arange(0, _C, gl.SliceLayout(0, _ROW))
+    at, inside = (t * H + heads)[:, None] * _C + columns[None, :], (heads < H)[:, None]
+    q.store(gl.load(q_ptr + at, mask=inside, other=0.0))
+    given = gl.load(grad_ptr + at, mask=inside, other=0.0)
+    grad.store(given)
+    out = gl.load(out_ptr + at, mask=inside, other=0.0)
+    mean = gl.sum(given.to(gl.float32) * out.to(gl.float32), 1)
+    gl.store(mean_ptr + t * H + heads, mean, mask=heads < H)
+    row = gl.arange(0, _H, gl.SliceLayout(1, _SCORES))
+    lse = gl.load(lse_ptr + t * H + row, mask=row < H, other=0.0)
+    mean = gl.convert_layout(mean, gl.SliceLayout(1, _SCORES))
+    lists = window_rows + t * W, W, main_rows + t * K, K
+    weights = weights_ptr + t * 2 * H * places
+    acc = _gradient(
+        (window_ptr, main_ptr), lists, scale, q, grad, kv, ds_shared, lse, mean, weights, places, H
+    )
+    q.store(acc.to(gl.bfloat16))
+    gl.store(grad_q_ptr + at, q.load(_ROW), mask=inside)

@@ -87,8 +87,8 @@ def attention_mass(
     blocks = triton.cdiv(q.shape[1], tiling.heads)
     found = q.new_empty(len(q), blocks, main_rows.shape[1], dtype=torch.float32)
     if found.numel():
-        arguments = kernel_arguments(q, stores, (window_keys.listed, main_rows), sink, scale)
-        _mass[len(q), blocks](*arguments, found, **tiling.launch)
+        given = kernel_arguments(q, stores, (window_keys.listed, main_rows), sink, scale)
+        _mass[len(q), blocks](**given, out_ptr=found, **tiling.launch)
     return found[:, 0] if blocks == 1 else found.sum(1)
 
 
@@ -104,11 +104,11 @@ def forward(
     on_hopper, tiling = tiling is None and fits_hopper(q), tiling or forward_tiling(q)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
     grid, rows = (len(q), triton.cdiv(q.shape[1], tiling.heads)), (keys[0].listed, keys[1].listed)
+    given = kernel_arguments(q, stores, rows, sink, scale)
     if out.numel() and on_hopper:
-        given = kernel_arguments(q, stores, rows, sink, scale)
-        hopper.attend[grid](lse, out, *given, NONE=NONE.value, num_warps=8)
+        hopper.attend[grid](**given, out_ptr=out, lse_ptr=lse, NONE=NONE.value, num_warps=8)
     elif out.numel():
-        _forward[grid](*kernel_arguments(q, stores, rows, sink, scale), out, lse, **tiling.launch)
+        _forward[grid](**given, out_ptr=out, lse_ptr=lse, **tiling.launch)
     return out, lse
 
 
