@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.h200.harness import main
 from benchmarks.h200.rows import Goal, Inputs, Row, relative_error, tensors_of
-from openv41.ops import mega_mhc, mix_streams, predict_mix, update_streams
+from openv41.ops import mega_mhc, mix_streams, predict_mix, rms_norm, update_streams
 
 DIM, STREAMS = 5120, 4
 CONSTANTS = {"steps": 20, "eps": 1e-6, "norm_eps": 1e-20}
@@ -77,6 +77,42 @@ def variant(cut: tuple[Any, ...]) -> Callable[..., tuple[Tensor, ...]]:
     return run
 
 
+def separately(**given: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
+    """The same with a kernel for each step, which moves (4 N + 4) D numbers."""
+    weights = {name: given[name] for name in ("fn", "base", "scale")}
+    new = update_streams(*(given[name] for name in NAMES[:4]))
+    coefficients = predict_mix(new, **weights, **CONSTANTS)
+    h = rms_norm(mix_streams(new, given["a"]), given["norm"], CONSTANTS["norm_eps"])
+    return new, h, *coefficients
+
+
+def plainly(**given: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
+    """mHC that reads with the A predicted from the same streams: they are read once more."""
+    new, _, a, b, c = mega_mhc(**given)
+    return new, rms_norm(mix_streams(new, a), given["norm"], CONSTANTS["norm_eps"]), a, b, c
+
+
+def plain_error(given: Inputs, outputs: tuple[Tensor, ...]) -> float:
+    """As ``error``, of ``plainly``."""
+    wide = in_double(given, 64)
+    new, _, a, b, c = mega_mhc.reference(**wide)
+    h = rms_norm.reference(mix_streams.reference(new, a), wide["norm"], CONSTANTS["norm_eps"])
+    return max(relative_error(g[:64], w) for g, w in zip(outputs, (new, h, a, b, c), strict=True))
+
+
+def plain_row(tokens: int) -> Row:
+    """Plain mHC, for comparison: at least (3 N + 2) D."""
+    return Row(
+        op="mega_mhc",
+        shape={"T": tokens, "d": DIM, "n": STREAMS, "order": "plain"},
+        make=lambda generator: inputs(tokens, generator),
+        ours=plainly,
+        error=plain_error,
+        tolerance=0.01,
+        floor_bytes=bytes_of(tokens, 3 * STREAMS + 2),
+    )
+
+
 def bytes_of(tokens: int, rows: int) -> int:
     """``rows`` rows of bf16 per token; the coefficients, and the weights once."""
     size = STREAMS * (STREAMS + 2)
@@ -89,6 +125,7 @@ def forward_row(tokens: int) -> Row:
     if tokens >= 8192:
         goals = [Goal("over_floor", 1.25), Goal("peer_ratio", 1.3, "best_mix")]
     cuts = CUTS if tokens >= 8192 else FEW if tokens in (1, 64) else {}
+    split = {"separate kernels": separately} if tokens >= 8192 else {}
     return Row(
         op="mega_mhc",
         shape={"T": tokens, "d": DIM, "n": STREAMS},
@@ -99,7 +136,7 @@ def forward_row(tokens: int) -> Row:
         tolerance=0.01,
         floor_bytes=bytes_of(tokens, 2 * STREAMS + 2),
         floor_flops=2 * tokens * STREAMS * DIM * STREAMS * (STREAMS + 2),
-        variants={name: variant(cut) for name, cut in cuts.items()},
+        variants={name: variant(cut) for name, cut in cuts.items()} | split,
         peers=("sglang:mhc", "sglang:mhc_best_mix", "tilekernels:mhc"),
         goals=tuple(goals),
     )
@@ -187,7 +224,7 @@ def rows() -> list[Row]:
         part_row(mix_streams, 8192, STREAMS + 1, ("x", "a")),
         part_row(predict_mix, 8192, STREAMS, ("x", "fn", "base", "scale")),
     ]
-    return [many, training_row(8192), *few, *parts]
+    return [many, training_row(8192), *few, *parts, plain_row(8192)]
 
 
 if __name__ == "__main__":
