@@ -87,7 +87,7 @@ def separately(**given: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
 
 
 def plainly(**given: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
-    """mHC that reads with the A predicted from the same streams: they are read once more."""
+    """Plain mHC reads with the A predicted from the same streams: they are read once more."""
     new, _, a, b, c = mega_mhc(**given)
     return new, rms_norm(mix_streams(new, a), given["norm"], CONSTANTS["norm_eps"]), a, b, c
 
