@@ -1,10 +1,14 @@
 """Activation checkpointing: the same gradients, loads and choices, with fewer tensors kept."""
 
+from collections import Counter
+
 import pytest
 import torch
 
+from openv41 import ops
 from openv41.config import NUMERICS
 from openv41.layers.batch import Batch
+from openv41.layers.objectives import Objectives
 from openv41.layers.probe import Probe
 from tests.layers.mini import mini_model, random_ids
 
@@ -70,3 +74,30 @@ def test_replayed_choices_hold_in_the_second_run():
     _, free = run(other, recompute=False)
     assert all(torch.equal(got[name], want[name]) for name in want)
     assert any(not torch.equal(free[name], want[name]) for name in want)
+
+
+def test_what_has_no_gradient_is_chosen_and_measured_once(monkeypatch):
+    """Experts, entries and the teachers' attention are those of the first run."""
+    model, calls = mini_model(0, torch.float32), Counter()
+
+    def counted(name):
+        found = getattr(ops, name)
+
+        def call(*args, **kwargs):
+            calls[name] += 1
+            return found(*args, **kwargs)
+
+        monkeypatch.setattr(ops, name, call)
+
+    for name in ("choose_experts", "select_top_k", "attention_mass", "router_scores"):
+        counted(name)
+    wanted = Objectives(indexer="own", balance=True)
+    seen = {}
+    for recompute in (False, True):
+        calls.clear()
+        out = model(batch(), objectives=wanted, recompute=recompute)
+        (out.hidden.square().sum() + out.losses.indexer + out.losses.balance).backward()
+        seen[recompute] = dict(calls)
+    assert seen[True]["router_scores"] == 2 * seen[False]["router_scores"]
+    for name in ("choose_experts", "select_top_k", "attention_mass"):
+        assert seen[True][name] == seen[False][name] > 0, name
