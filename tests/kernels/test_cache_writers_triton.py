@@ -21,7 +21,7 @@ def launch(device):
 
 def columns(form, width):
     block, per_byte = (16 if form == "fp4_e4m3" else 32), (1 if form == "fp8" else 2)
-    return width // per_byte + width // block
+    return width // per_byte + -(-width // block)
 
 
 def table_of(count, pairs, device):
@@ -60,7 +60,9 @@ def launched(launch, form, latents, weight, table, *, spare=3):
 
 @each_form
 @each_dtype
-@pytest.mark.parametrize(("count", "width", "pairs"), [(1, 64, 8), (5, 128, 32), (9, 512, 32)])
+@pytest.mark.parametrize(
+    ("count", "width", "pairs"), [(1, 64, 8), (3, 16, 4), (4, 32, 16), (5, 128, 32), (9, 512, 32)]
+)
 def test_bytes_without_norm_and_rotation_are_those_of_the_reference(
     launch, device, form, dtype, count, width, pairs
 ):

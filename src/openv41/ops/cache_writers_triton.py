@@ -20,6 +20,7 @@ from openv41.ops._dispatch import kernel
 BLOCK = {"fp8": 32, "fp4_e4m3": 16, "mxfp4": 32}
 FORMS = {"fp8": 0, "fp4_e4m3": 1, "mxfp4": 2}
 ELEMENTS, WARPS = 2048, 4  # of a program
+WIDEST = 4096
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, ties to even
 ROUND_HALF = tl.constexpr(6291456.0)  # 1.5 * 2**22: to a multiple of 1/2
 INFINITY = tl.constexpr(0x7F800000)  # bits; those of NaN are larger
@@ -33,8 +34,8 @@ def _refuse(stored, places, latents, weight, eps, table, form, *, deterministic=
         return f"latents are {latents.dtype}, the kernel takes float32 and bfloat16"
     if table.dtype != torch.complex64:
         return f"the table is {table.dtype}, the kernel takes complex64"
-    if width & (width - 1) or width < 2 * BLOCK[form]:
-        return f"rows of {width}, the kernel takes powers of two from {2 * BLOCK[form]}"
+    if width & (width - 1) or not 16 <= width <= WIDEST:
+        return f"rows of {width}, the kernel takes powers of two from 16 to {WIDEST}"
     if stored.stride(-1) != 1:
         return "bytes of a stored row are not adjacent"
     return None
@@ -74,7 +75,7 @@ def launch(
     values = torch.empty(T, C, dtype=latents.dtype, device=latents.device)
     if T == 0:
         return values
-    rows = max(1, elements // C)
+    rows, block = max(1, elements // C), min(BLOCK[form], C)
     _write_latents[(triton.cdiv(T, rows),)](
         stored,
         places.contiguous(),
@@ -92,8 +93,8 @@ def launch(
         PAIRS=table.shape[-1],
         FORM=FORMS[form],
         ROWS=rows,
-        BLOCKS=C // BLOCK[form],
-        HALF=BLOCK[form] // 2,
+        BLOCKS=C // block,
+        HALF=block // 2,
         num_warps=warps,
     )
     return values
