@@ -16,7 +16,7 @@ from openv41.config import ModelConfig, NumericsConfig
 from openv41.engine.pages import PageAllocator
 from openv41.engine.rings import Addresses, Ring, RingBounds, ring_addresses, ring_slots
 from openv41.errors import ConfigError, InputError
-from openv41.layers.store import Place, Slot, Spans
+from openv41.layers.store import PackedRows, Place, Slot, Spans
 from openv41.model.cache_formats import RowFormat, row_format
 
 TOKENS = Slot("tokens", -1)
@@ -103,6 +103,7 @@ class PagedStore:
         # Cleared when any request gets a page or closes: they hold page_size steps at most.
         self._addresses: dict[tuple[Spans, int], Addresses] = {}
         self._entry_rows: dict[tuple[Spans, int], Int64[Tensor, " rows"]] = {}
+        self._tables: dict[tuple[int, ...], Int64[Tensor, "B pages"]] = {}
 
     # requests
 
@@ -231,6 +232,16 @@ class PagedStore:
                 ]
             )
         return Place(self.pages[slot], rows, packing.form)
+
+    def packed_rows(self, slot: Slot, requests: tuple[int, ...]) -> PackedRows | None:
+        """The entries of a slot and where they lie, if they are packed."""
+        if slot in self.rings or self._formats[slot.kind].packing is None:
+            return None
+        if requests not in self._tables:
+            tables = [self._held[request].table for request in requests]
+            padded = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
+            self._tables[requests] = padded
+        return PackedRows(self.pages[slot], self._tables[requests], self._per_page(slot.layer))
 
     def _fresh(self, spans: Spans, ratio: int) -> tuple[int, ...]:
         """First entry of each span that the request did not find in shared pages."""
@@ -425,6 +436,7 @@ class PagedStore:
     def _forget_addresses(self) -> None:
         self._addresses.clear()
         self._entry_rows.clear()
+        self._tables.clear()
 
 
 def _poison(rows: Shaped[Tensor, "rows ..."]) -> None:

@@ -16,7 +16,7 @@ from openv41.layers.geometry import Entries, ReplayBounds, Segment, lookback_row
 from openv41.layers.latents import Latents
 from openv41.layers.objectives import LayerLosses
 from openv41.layers.probe import Probe
-from openv41.layers.store import KVStore, Place, Slot, Spans
+from openv41.layers.store import KVStore, PackedRows, Place, Slot, Spans
 
 PAIRS_AT_ONCE = 1 << 18  # query-entry pairs scored in one piece
 PAIRS_ON_GPU = 1 << 25  # there a piece costs its launches, and the kernel has only scores
@@ -288,6 +288,12 @@ class ForwardContext:
         self._all_rows.pop(slot, None)
         if self.is_wanted(name):
             self._all_rows[slot] = self.observe(name, self.store.read(slot, entries.spans))
+
+    def packed_rows(self, slot: Slot) -> PackedRows | None:
+        """Packed entries of the batch's requests, in the store; None where there are none."""
+        if self.store is None or slot in self._all_rows:
+            return None
+        return self.store.packed_rows(slot, self.batch.requests)
 
     def entry_rows(self, slot: Slot, ratio: int) -> Float[Tensor, "M C"]:
         """All entries of a slot, request by request."""

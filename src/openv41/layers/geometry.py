@@ -127,6 +127,7 @@ def _members(
 class Segment:
     """Requests with equally many new tokens, to be scored together."""
 
+    requests: tuple[int, ...]  # their places in the batch
     token_rows: Int[Tensor, "B T"]
     entry_rows: Int[Tensor, "B M"]  # context rows, 0 where a request has fewer entries
     exists: Bool[Tensor, "B M"]
@@ -153,6 +154,7 @@ def segments(batch: Batch, entries: Entries, limit: int) -> list[Segment]:
             step = max(1, limit // (len(columns) * len(part)))
             found += [
                 Segment(
+                    tuple(part),
                     rows.to(batch.device),
                     torch.where(exists, first + columns, 0).to(batch.device),
                     exists.to(batch.device),

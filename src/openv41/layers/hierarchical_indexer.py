@@ -20,10 +20,12 @@ from openv41.layers.geometry import Segment
 from openv41.layers.latents import Latents
 from openv41.layers.quantized_linear import Linear, QuantizedLinear, RMSNorm
 from openv41.layers.rounding import round_index
-from openv41.layers.store import Slot
+from openv41.layers.store import PackedRows, Slot
 from openv41.ops.deterministic import TILE_WIDTH
 from openv41.plan import LayerPlan
 
+PACKED_WIDTH = 128  # of keys that kernels read packed
+MANY_TOKENS = 32  # of a request, from which on they choose before all are scored
 PAIRS_LISTED = 1 << 24  # of a token and a candidate, listed at one time
 
 
@@ -39,6 +41,12 @@ class _Found:
 def lists_candidates(q: Tensor, numerics: NumericsConfig) -> bool:
     """Whether each token's candidates are gathered apart, not those of neighbours once."""
     return q.is_cuda and not numerics.deterministic
+
+
+def reads_packed_rows(q: Tensor, numerics: NumericsConfig) -> bool:
+    """Whether scores come straight from the packed keys of a store."""
+    exact = numerics.score_dtype == "float32" and not numerics.deterministic
+    return q.is_cuda and exact and q.shape[-1] == PACKED_WIDTH
 
 
 class HierarchicalIndexer(nn.Module):
@@ -75,12 +83,15 @@ class HierarchicalIndexer(nn.Module):
         q, weights = self._queries(x, q_latent, ctx)
         found = self._empty(x, ctx)
         from_pool = self.plan.uses_candidates and ctx.candidates is not None
+        packed = self._packed_keys(q, ctx, found)
         apart = from_pool and lists_candidates(q, self.numerics)
-        if apart:
+        if packed is not None:
+            self._select_from_packed(packed, q, weights, ctx, found)
+        elif apart:
             self._select_from_own_pools(q, weights, ctx, found)
         select = self._select_from_pool if from_pool else self._select_from_all
         for segment in ctx.segments(self.plan.ratio):
-            if not apart:
+            if packed is None and not apart:
                 select(segment, q, weights, ctx, found)
             if found.scores is not None:
                 flat, num = segment.token_rows.flatten(), segment.entry_rows.shape[1]
@@ -196,6 +207,49 @@ class HierarchicalIndexer(nn.Module):
         width = min(top.shape[1], found.selected.shape[1])  # behind it are only -1
         found.selected[rows.flatten(), :width] = top[:, :width]
 
+    def _packed_keys(self, q: Tensor, ctx: ForwardContext, found: _Found) -> PackedRows | None:
+        """The store's own rows, where scores come from them and nobody asks for all scores."""
+        if found.scores is not None or not reads_packed_rows(q, self.numerics):
+            return None
+        return ctx.packed_rows(self._keys)
+
+    def _select_from_packed(
+        self, keys: PackedRows, q: Tensor, weights: Tensor, ctx: ForwardContext, found: _Found
+    ) -> None:
+        """Choose from packed keys; a long run of tokens without all of its scores at a time."""
+        q, every = ops.pack_rows(q), tuple(range(len(ctx.batch.requests)))
+        visible, size = ctx.entries(self.plan.ratio).visible, self.indexer.block_size
+        blocks = self.indexer.candidate_blocks if self.plan.publishes_candidates else 0
+        pools = ctx.candidates if self.plan.uses_candidates else None
+        for segment in ctx.segments(self.plan.ratio):
+            rows, num = segment.token_rows, segment.entry_rows.shape[1]
+            flat = rows.flatten()
+            table = keys.table
+            if segment.requests != every:
+                table = table[torch.tensor(segment.requests, device=table.device)]
+            if pools is None and len(rows) == 1 and rows.shape[1] >= MANY_TOKENS:
+                given = q[flat], weights[flat], keys.stored, table[0], visible[flat]
+                where = keys.per_page, num, self.indexer.top_k
+                top, pool = ops.packed_index_choice(*given, *where, blocks, size)
+            else:
+                given = q[rows], weights[rows], keys.stored, table, visible[rows]
+                own = None if pools is None else pools[rows]
+                scores = ops.packed_index_scores(*given, keys.per_page, num, own, size)
+                scores = scores.flatten(0, 1)
+                top = ops.select_top_k(scores, None, self.indexer.top_k)
+                pool = ops.choose_candidates(scores, visible[flat], blocks, size) if blocks else top
+            if pools is not None:
+                entries = (pools[flat, :, None] * size + self._within(q)).flatten(1)
+                top = torch.where(top < 0, -1, entries.gather(1, top.clamp(min=0)))
+            self._count(len(flat) * (num if pools is None else pools.shape[1] * size), ctx)
+            width = min(top.shape[1], found.selected.shape[1])  # behind it are only -1
+            found.selected[flat, :width] = top[:, :width]
+            if blocks:
+                found.pool[flat, : pool.shape[1]] = pool
+
+    def _within(self, like: Tensor) -> Int[Tensor, " size"]:
+        return torch.arange(self.indexer.block_size, device=like.device)
+
     def _select_from_own_pools(
         self, q: Tensor, weights: Tensor, ctx: ForwardContext, found: _Found
     ) -> None:
@@ -203,7 +257,7 @@ class HierarchicalIndexer(nn.Module):
         assert ctx.candidates is not None, f"{self._name('indexer')}: no pool was published"
         size, known = self.indexer.block_size, ctx.entries(self.plan.ratio)
         keys = ctx.entry_rows(self._keys, self.plan.ratio)
-        within = torch.arange(size, device=q.device)
+        within = self._within(q)
         tokens = torch.arange(len(q), device=q.device)
         for part in tokens.split(max(1, PAIRS_LISTED // max(1, ctx.candidates.shape[1] * size))):
             pool = ctx.candidates[part, :, None]

@@ -56,6 +56,15 @@ class Place:
     form: Format
 
 
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """Entries as they lie in a store: entry j of a request is at row j of its pages."""
+
+    stored: UInt8[Tensor, "S columns"]
+    table: Int[Tensor, "B pages"]  # of each request; behind its last page is anything
+    per_page: int
+
+
 @runtime_checkable
 class KVStore(Protocol):
     """State of requests, addressed by absolute row: never "the last", so rollback is no case."""
@@ -79,6 +88,10 @@ class KVStore(Protocol):
 
         The rows count as written. None where the store does not pack this kind.
         """
+        ...
+
+    def packed_rows(self, slot: Slot, requests: tuple[int, ...]) -> PackedRows | None:
+        """The packed entries of a slot; None where the store does not pack them in pages."""
         ...
 
     def read(self, slot: Slot, spans: Spans) -> Shaped[Tensor, "rows ..."]:

@@ -43,6 +43,10 @@ class DenseStore:
     def place(self, slot: Slot, spans: Spans) -> None:
         """Nothing is packed here."""
 
+    def packed_rows(self, slot: Slot, requests: tuple[int, ...]) -> None:
+        """Rows are numbers here."""
+        return
+
     def read(self, slot: Slot, spans: Spans) -> Shaped[Tensor, "rows ..."]:
         """Get rows; a view where only one request is asked for."""
         parts = [
