@@ -453,7 +453,7 @@ class Trainer:
         if not shards.index.image_tokens:
             raise InputError(
                 f"{folder} holds no image; train on answers to text alone with --sft, in the stage "
-                f"{SFT_STAGE}"
+                f"{SFT_STAGES[0]}"
             )
         return shards
 
