@@ -200,6 +200,7 @@ def lines(
             "numerics": options.numerics,
             "where": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
             "load": load,
+            "tokens": options.tokens,
             "forced_length": length,
             "tokens_per_second": statistics.median(found),
             "ratio": statistics.median(ratios),
@@ -217,7 +218,7 @@ def main() -> None:
     parser.add_argument("--preset", default="bench30m")
     parser.add_argument("--numerics", default="f32", choices=sorted(NUMERICS))
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--tokens", type=int, default=25)
+    parser.add_argument("--tokens", type=int, default=61)  # 60 behind the first
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--loads", type=int, nargs="*", default=LOADS)
     options = parser.parse_args()

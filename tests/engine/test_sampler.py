@@ -411,7 +411,7 @@ def test_requests_drawn_together_draw_what_each_draws_alone(monkeypatch, at_once
 )
 def test_drafts_change_no_frequency(options):
     """T9: whatever cuts the model's shares, and though some are drafted that it rules out."""
-    count, config = 800, SamplingConfig(**options)
+    count, config = 400, SamplingConfig(**options)
     logits = SHARES.log().float()
     want = naive_shares(naive_scores(logits.tolist(), [1, 3], [], config), config)
     q = torch.tensor([0.3, 0.0, 0.1, 0.2, 0.4], dtype=torch.float64)

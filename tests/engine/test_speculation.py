@@ -138,11 +138,11 @@ class Sometimes(VerifyAll):
         return self.steps % 5 == 0
 
 
-@pytest.mark.parametrize("at_once", [3, 2048])
+@pytest.mark.parametrize("at_once", [2048, pytest.param(3, marks=pytest.mark.prove)])
 def test_the_drafter_hears_of_steps_without_drafts_before_it_is_asked(model, monkeypatch, at_once):
     """Their features wait, the last window of each request; also over a restart."""
     monkeypatch.setattr(drafting, "ROWS_AT_ONCE", at_once)
-    requests = [greedy(random_ids(n, seed=n), 24) for n in (3, 9, 14)]
+    requests = [greedy(random_ids(n, seed=n), 20) for n in (3, 9, 14)]
     answers = plain_answers(model, requests)
     texts = {
         i: [*r.prompt, *a.tokens] for i, (r, a) in enumerate(zip(requests, answers, strict=True))
@@ -152,11 +152,11 @@ def test_the_drafter_hears_of_steps_without_drafts_before_it_is_asked(model, mon
         Script(texts, lambda *_: 3),
         speculator=Sometimes(),
         prefix_cache=False,
-        cache={"num_pages": 22},
+        cache={"num_pages": 20},
     )
     for request in requests:
         engine.submit(request, lambda event: None)
-    for _ in range(12):
+    for _ in range(8):
         engine.step()
         assert all(len(job.features) < WINDOW + 6 for job in engine.scheduler.running)
     check_states(engine, bitwise=False)
@@ -164,6 +164,6 @@ def test_the_drafter_hears_of_steps_without_drafts_before_it_is_asked(model, mon
     while not engine.is_idle:
         engine.step()
     drafter = engine.drafting.drafter
-    assert len(drafter.seen) > 6
+    assert len(drafter.seen) >= 6
     assert all(past >= min(position, WINDOW) for _, position, past in drafter.seen)
     assert engine.drafting.is_on

@@ -68,7 +68,7 @@ def assert_same(found, want):
 
 @pytest.mark.parametrize(
     "block_size",
-    [pytest.param(n, marks=[] if n in (1, 5, 7) else pytest.mark.prove) for n in range(1, 9)],
+    [pytest.param(n, marks=[] if n in (5, 7) else pytest.mark.prove) for n in range(1, 9)],
 )
 def test_every_width_of_verification(model, plain, block_size):
     """T18, T21: odd and even positions, windows that wrap; also at temperature 1."""
@@ -132,7 +132,7 @@ def test_places_are_used_again_and_requests_leave_in_the_middle(model, plain):
         assert found.finish_reason is (FinishReason.CANCELLED if left else answer.finish_reason)
 
 
-@pytest.mark.parametrize("room", range(1, 8))
+@pytest.mark.parametrize("room", [1, 2, 5])
 def test_an_answer_ends_where_it_would(model, plain, room):
     """T19: at the last token asked for, or the model's last position."""
     requests, want = (part[:6] for part in plain)
