@@ -1,14 +1,11 @@
 """A load trace replayed under fixed policies and under the scheduler. Report §2.4.3.
 
-    python -m benchmarks.dspark_replay CHECKPOINT TEXT --device cuda
-
-Seconds of steps are those of the checkpoint's cost table, confidences and accepted drafts those of
-real rounds that verified every draft. The trace is closed: each phase keeps so many requests
-running, which are replaced as they end, until it has drawn its tokens. So all policies do the same
-work, and the seconds they take compare.
+dspark_speed.py runs it. Seconds of steps are those of the checkpoint's cost table, confidences and
+accepted drafts those of real rounds that verified every draft. The trace is closed: each phase
+keeps so many requests running, which are replaced as they end, until it has drawn its tokens. So
+all policies do the same work, and the seconds they take compare.
 """
 
-import argparse
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,20 +14,15 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 
-from benchmarks.record import REPOSITORY, record
-from openv41.cli.dspark import answers_of, drafting_engine, held_out_prompts
 from openv41.engine.calibration import fit_temperatures
-from openv41.engine.confidence_record import record_confidences
 from openv41.engine.confidence_speculator import ConfidenceSpeculator
 from openv41.engine.cost_table import CostTable
-from openv41.engine.dspark_files import PROFILE_FILE, Surroundings, load_profile
 from openv41.engine.profile import ForcedVerification
 from openv41.engine.speculation import Speculator
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
-PICTURE = REPOSITORY / "docs" / "pictures" / "dspark_replay.png"
 LOADS = (1, 2, 4, 8, 16, 32, 64, 48, 64, 24, 8, 2, 1, 1, 6, 20, 64, 64, 12, 3)  # a day, then a peak
 TOKENS_PER_REQUEST = 96  # that a phase draws for each request that runs
 
@@ -167,7 +159,7 @@ def lines(costs: CostTable, rounds: Rounds) -> Iterator[dict[str, object]]:
         }
 
 
-def draw(found: Sequence[dict[str, object]], out: Path = PICTURE) -> None:
+def draw(found: Sequence[dict[str, object]], out: Path) -> None:
     """Draw speeds over the load, relative to no speculation."""
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     base = next(line for line in found if line["policy"] == "none")["by_load"]
@@ -190,22 +182,3 @@ def draw(found: Sequence[dict[str, object]], out: Path = PICTURE) -> None:
     axes.set_xticks([1, 4, 16, 64], ["1", "4", "16", "64"])
     axes.legend(fontsize=8)
     figure.savefig(out, dpi=120)
-
-
-def main() -> None:
-    """Record rounds, replay, write and draw."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.dspark_replay")
-    parser.add_argument("checkpoint", type=Path, help="with its profile beside it")
-    parser.add_argument("text", type=Path, help="held-out text")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--prompts", type=int, default=64)
-    options = parser.parse_args()
-    engine = drafting_engine(options.checkpoint, options.prompts, 192, None, options.device)
-    costs = load_profile(options.checkpoint / PROFILE_FILE, Surroundings.of(engine.model))
-    prompts = held_out_prompts(options.checkpoint, options.text, options.prompts, 64)
-    rounds = Rounds(*record_confidences(engine, answers_of(prompts, 128)))
-    draw(record("dspark_replay", lines(costs, rounds)))
-
-
-if __name__ == "__main__":
-    main()

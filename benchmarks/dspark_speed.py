@@ -1,11 +1,12 @@
 """Tokens per second with and without speculation, by load. Report §2.4.3.
 
-    openv41 dspark profile CHECKPOINT --device cuda
-    openv41 dspark calibrate CHECKPOINT --text HELDOUT --device cuda
     python -m benchmarks.dspark_speed CHECKPOINT HELDOUT --device cuda
 
-Engines take turns on the same requests, forth and back; ratios are of neighbouring runs, and the
-spread is that of an engine without speculation beside itself.
+The checkpoint is calibrated and profiled first (the files go beside it), and the rounds of the
+calibration are replayed under every policy, see dspark_replay.py. Then engines take turns on the
+same requests, forth and back; ratios are of neighbouring runs, and the spread is that of an engine
+without speculation beside itself. On a CPU seconds are those of the process, which a busy machine
+does not change.
 """
 
 import argparse
@@ -13,18 +14,29 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import matplotlib as mpl
 import torch
 
+from benchmarks.dspark_replay import Rounds
+from benchmarks.dspark_replay import draw as draw_replay
+from benchmarks.dspark_replay import lines as replay_lines
 from benchmarks.record import REPOSITORY, record
-from openv41.cli.dspark import answers_of, held_out_prompts
-from openv41.engine.dspark_files import PROFILE_FILE, Surroundings
+from openv41.cli.dspark import answers_of, drafting_engine, held_out_prompts
+from openv41.engine.confidence_record import calibrate, record_confidences
+from openv41.engine.dspark_files import (
+    CALIBRATION_FILE,
+    PROFILE_FILE,
+    Surroundings,
+    save_calibration,
+    save_profile,
+)
 from openv41.engine.engine import Engine, EngineConfig
 from openv41.engine.paged_store import CacheConfig
+from openv41.engine.profile import measure_costs
 from openv41.engine.request import Answer, Request
 from openv41.engine.scheduled_verification import schedule_verification
 from openv41.engine.speculation import SpeculationConfig
@@ -35,7 +47,6 @@ from matplotlib import pyplot as plt
 
 LOADS = (1, 4, 16, 64)
 PROMPT_TOKENS = 64
-PER_LOAD = 3  # requests for each place
 PICTURE = REPOSITORY / "docs" / "pictures" / "dspark_speed.png"
 
 
@@ -53,13 +64,35 @@ class Arms:
         self.engines = {"none": none, "scheduled": scheduled, "verify all": every, "again": none}
 
 
+def clock_of(device: str) -> Callable[[], float]:
+    """Seconds, those of the process on a CPU."""
+    return time.process_time if device == "cpu" else time.perf_counter
+
+
 def run(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[Answer]]:
     """Tokens per second, from the first prompt to the last token."""
+    clock = clock_of(engine.device.type)
     synchronize(engine)
-    start = time.perf_counter()
+    start = clock()
     answers = engine.generate(requests)
     synchronize(engine)
-    return sum(len(a.tokens) for a in answers) / (time.perf_counter() - start), answers
+    return sum(len(a.tokens) for a in answers) / (clock() - start), answers
+
+
+def prepare(checkpoint: Path, text: Path, options: argparse.Namespace) -> Iterator[dict]:
+    """Calibrate, profile, and replay: yield the lines of all policies."""
+    most, context = max(options.loads), PROMPT_TOKENS
+    engine = drafting_engine(checkpoint, most, context + 400, None, options.device)
+    prompts = held_out_prompts(checkpoint, text, options.prompts, context)
+    rounds = Rounds(*record_confidences(engine, answers_of(prompts, 64)))
+    where = Surroundings.of(engine.model)
+    save_calibration(
+        checkpoint / CALIBRATION_FILE, calibrate(rounds.logits, rounds.accepted), where
+    )
+    clock = clock_of(options.device)
+    costs = measure_costs(engine, options.loads, context=context, clock=clock)
+    save_profile(checkpoint / PROFILE_FILE, costs, where)
+    yield from replay_lines(costs, rounds)
 
 
 def synchronize(engine: Engine) -> None:
@@ -73,7 +106,7 @@ def measure(checkpoint: Path, text: Path, options: argparse.Namespace) -> Iterat
     yield from profile_lines(checkpoint, options.label)
     for load in options.loads:
         arms = Arms(checkpoint, load, options.tokens, options.device)
-        count = PER_LOAD * load
+        count = options.per_load * load
         prompts = held_out_prompts(checkpoint, text, count, PROMPT_TOKENS)
         requests = answers_of(prompts, options.tokens, temperature=options.temperature)
         for engine in arms.engines.values():
@@ -189,9 +222,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--per-load", type=int, default=3, help="requests for each place")
+    parser.add_argument("--prompts", type=int, default=64, help="of the calibration")
     parser.add_argument("--loads", type=int, nargs="+", default=LOADS)
     parser.add_argument("--label", default="demo", help="of the model, in the record's name")
     options = parser.parse_args()
+    replayed = record(
+        f"dspark_replay_{options.label}", prepare(options.checkpoint, options.text, options)
+    )
+    draw_replay(replayed, PICTURE.with_stem(f"dspark_replay_{options.label}"))
     name = f"dspark_speed_{options.label}"
     found = record(name, measure(options.checkpoint, options.text, options))
     draw([line for line in found if "engine" in line], PICTURE.with_stem(name))

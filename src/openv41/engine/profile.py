@@ -57,12 +57,14 @@ def measure_costs(
     loads: Sequence[int],
     *,
     context: int,
+    clock: Callable[[], float] = time.perf_counter,
     told: Callable[[int, float, float], None] = lambda *_: None,
 ) -> CostTable:
     """Time steps of so many requests with random prompts of ``context`` tokens.
 
-    Kinds of steps take turns, so that a machine that slows down slows them all. ``told`` hears of
-    each load: requests, and seconds of a step without drafts and with all.
+    Kinds of steps take turns, so that a machine that slows down slows them all. ``clock`` gives
+    seconds; that of the process shrugs off a busy machine. ``told`` hears of each load: requests,
+    and seconds of a step without drafts and with all.
     """
     if engine.drafting is None:
         raise InputError("the checkpoint has no drafter, so there is nothing to profile")
@@ -72,7 +74,7 @@ def measure_costs(
     verify: dict[tuple[int, int], list[float]] = {}
     try:
         for load in loads:
-            for drafts, seconds in _steps(engine, forced, load, context):
+            for drafts, seconds in _steps(engine, forced, load, context, clock):
                 if drafts is None:
                     plain.setdefault(load, []).append(seconds)
                 else:
@@ -85,7 +87,7 @@ def measure_costs(
 
 
 def _steps(
-    engine: Engine, forced: ForcedVerification, load: int, context: int
+    engine: Engine, forced: ForcedVerification, load: int, context: int, clock: Callable[[], float]
 ) -> Iterator[tuple[int | None, float]]:
     """Yield the kind and the seconds of each step."""
     assert engine.drafting is not None, "checked before"
@@ -109,7 +111,7 @@ def _steps(
         for kind in kinds * TURNS:
             forced.drafts = kind
             for step in range(STEPS):
-                seconds = _timed(engine)
+                seconds = _timed(engine, clock)
                 if step == STEPS - 1:
                     yield kind, seconds
     finally:
@@ -133,11 +135,11 @@ def _first_of(place: int, started: set[int]) -> Callable[[Event], None]:
     return sink
 
 
-def _timed(engine: Engine) -> float:
+def _timed(engine: Engine, clock: Callable[[], float]) -> float:
     if engine.device.type == "cuda":
         torch.cuda.synchronize(engine.device)
-    start = time.perf_counter()
+    start = clock()
     engine.step()
     if engine.device.type == "cuda":
         torch.cuda.synchronize(engine.device)
-    return time.perf_counter() - start
+    return clock() - start
