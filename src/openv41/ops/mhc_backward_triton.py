@@ -20,7 +20,6 @@ from openv41.ops.mhc_forward_triton import (
     WIDTH,
     Advanced,
     _coefficients,
-    _divided,
     _softmax_rows,
 )
 
@@ -65,19 +64,49 @@ def _undivide(grad, mix, divisors, axis: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _balance_backward(raws, grad, N: tl.constexpr, STEPS: tl.constexpr, eps):
-    """Gradient of the logits of a balanced matrix; ``grad`` and ``raws`` are N x N vectors."""
+def _divide(mix, divisors_ptr, T, is_token, axis: tl.constexpr, N: tl.constexpr, eps):
+    """Divide by the sums along an axis, and keep these."""
+    divisors = _divisors(mix, axis, N, eps)
+    out = ()
+    for i in tl.static_range(N):
+        tl.store(divisors_ptr + i * T, divisors[i], mask=is_token)
+    for k in tl.static_range(N * N):
+        out = out + (mix[k] / divisors[k % N if axis == 0 else k // N],)
+    return out
+
+
+@triton.jit
+@no_type_check
+def _kept(divisors_ptr, T, is_token, N: tl.constexpr):
+    out = ()
+    for i in tl.static_range(N):
+        out = out + (tl.load(divisors_ptr + i * T, mask=is_token, other=1.0),)
+    return out
+
+
+@triton.jit
+@no_type_check
+def _balance_backward(
+    raws, grad, divisors_ptr, T, is_token, N: tl.constexpr, STEPS: tl.constexpr, eps
+):
+    """Gradient of the logits of a balanced matrix; ``grad`` and ``raws`` are N x N vectors.
+
+    Each thread keeps its token's divisors [2 STEPS - 1, N] in memory, and undoes the divisions.
+    """
     soft = _softmax_rows(raws, N)
-    mix, history = (), ()
+    mix = ()
     for k in tl.static_range(N * N):
         mix = mix + (soft[k] + eps,)
-    for step in tl.static_range(2 * STEPS - 1):
-        history = history + (_divisors(mix, step % 2, N, eps),)
-        mix = _divided(mix, step % 2, N, eps)
-    for back in tl.static_range(2 * STEPS - 1):
-        grad, mix = _undivide(
-            grad, mix, history[2 * STEPS - 2 - back], (2 * STEPS - 2 - back) % 2, N
-        )
+    mix = _divide(mix, divisors_ptr, T, is_token, 0, N, eps)
+    for step in range(STEPS - 1):
+        at = divisors_ptr + (2 * step + 1) * N * T
+        mix = _divide(mix, at, T, is_token, 1, N, eps)
+        mix = _divide(mix, at + N * T, T, is_token, 0, N, eps)
+    for back in range(STEPS - 1):
+        at = divisors_ptr + (2 * (STEPS - 2 - back) + 1) * N * T
+        grad, mix = _undivide(grad, mix, _kept(at + N * T, T, is_token, N), 0, N)
+        grad, mix = _undivide(grad, mix, _kept(at, T, is_token, N), 1, N)
+    grad, mix = _undivide(grad, mix, _kept(divisors_ptr, T, is_token, N), 0, N)
     out = ()
     for i in tl.static_range(N):
         along = grad[i * N] * soft[i * N]
@@ -92,7 +121,7 @@ def _balance_backward(raws, grad, N: tl.constexpr, STEPS: tl.constexpr, eps):
 @no_type_check
 def _coefficients_backward(
     mixes_ptr, inverse_ptr, base_ptr, scale_ptr, g_a_ptr, g_b_ptr, g_c_ptr,
-    g_mixes_ptr, along_ptr, sums_ptr, T, D, eps,
+    g_mixes_ptr, along_ptr, sums_ptr, divisors_ptr, T, D, eps,
     N: tl.constexpr, P: tl.constexpr, BT: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the projection, per token; and partial sums of those of base and scale."""
@@ -112,7 +141,7 @@ def _coefficients_backward(
     for k in tl.static_range(N * N):
         at = g_b_ptr + (t * N + k % N) * N + k // N
         g_comb = g_comb + (tl.load(at, mask=is_token, other=0.0),)
-    g_raws = g_raws + _balance_backward(raws, g_comb, N, STEPS, eps)
+    g_raws = g_raws + _balance_backward(raws, g_comb, divisors_ptr + t, T, is_token, N, STEPS, eps)
     inverse = tl.load(inverse_ptr + t * 2, mask=is_token, other=0.0)
     along = tl.zeros([BT], tl.float32)
     at = sums_ptr + tl.program_id(0) * 2 * P
@@ -314,8 +343,9 @@ def coefficients_backward(
     g_mixes = torch.empty_like(saved.out.mixes)
     along = torch.empty(num_tokens, dtype=torch.float32, device=base.device)
     sums = torch.zeros(programs, 2, WIDTH, dtype=torch.float32, device=base.device)
+    divisors = torch.empty(2 * steps - 1, num, num_tokens, dtype=torch.float32, device=base.device)
     _coefficients_backward[(programs,)](
-        saved.out.mixes, saved.out.inverse, base, scale, *grads, g_mixes, along, sums,
+        saved.out.mixes, saved.out.inverse, base, scale, *grads, g_mixes, along, sums, divisors,
         num_tokens, dim, eps, N=num, P=WIDTH, BT=rows, STEPS=steps, num_warps=1,
     )  # fmt: skip
     g_base, g_raw = sums.sum(0)[:, : num * (num + 2)]

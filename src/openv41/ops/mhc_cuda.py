@@ -9,6 +9,7 @@ import ctypes
 import functools
 import hashlib
 import logging
+import warnings
 from pathlib import Path
 
 import torch
@@ -39,13 +40,15 @@ def library() -> ctypes.CDLL | None:
     folder = Path(cpp_extension.get_default_build_root()) / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        cpp_extension.load(
-            name,
-            [str(path) for path in SOURCES],
-            extra_cuda_cflags=["-O3", "-std=c++17"],
-            build_directory=str(folder),
-            is_python_module=False,
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of architectures that nobody named: it finds them
+            cpp_extension.load(
+                name,
+                [str(path) for path in SOURCES],
+                extra_cuda_cflags=["-O3", "-std=c++17"],
+                build_directory=str(folder),
+                is_python_module=False,
+            )
         return ctypes.CDLL(str(folder / f"{name}.so"))
     except (OSError, RuntimeError) as error:
         logger.warning("the CUDA sources do not compile here, Triton runs instead: %s", error)
