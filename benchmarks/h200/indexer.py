@@ -320,11 +320,12 @@ def training_error(given: Inputs, out: tuple[Tensor, ...]) -> float:
     )
     rows, errors = given["rows"], []
     for part in torch.arange(len(rows), device=rows.device).split(256):
-        listed = keys[rows[part].clamp(min=0)]
-        dots = torch.einsum("tij,tkj->tik", q[part], listed).relu()
-        scores = (dots * weights[part][..., None]).sum(1)
         there = rows[part] >= 0
-        scores.backward(torch.where(there, given["gradient"][part], 0))
+        with torch.enable_grad():
+            listed = keys[rows[part].clamp(min=0)]
+            dots = torch.einsum("tij,tkj->tik", q[part], listed).relu()
+            scores = (dots * weights[part][..., None]).sum(1)
+            scores.backward(torch.where(there, given["gradient"][part], 0))
         errors.append(relative_error(out[0][part][there], scores[there].detach()))
     grads = zip(out[1:], (q.grad, weights.grad, keys.grad), strict=True)
     return max(*errors, *(relative_error(a, b) for a, b in grads))

@@ -20,7 +20,6 @@ from openv41.ops.engram import DEAD
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 8192  # channels that a program holds
-TOKENS_AT_ONCE = 8
 SPLITS = 32  # parts of the tokens whose weights' gradients are summed at the end
 NO_ID: tl.constexpr = tl.constexpr(DEAD)
 LEAST_DOT: tl.constexpr = tl.constexpr(1e-6)
@@ -408,7 +407,7 @@ def forward(
     out = torch.empty_like(x) if adds else x
     if gates.numel():
         width = triton.next_power_of_2(dim)
-        group = tokens_at_once or max(1, min(TOKENS_AT_ONCE, tokens // 512))
+        group = tokens_at_once or 1
         _update[(triton.cdiv(tokens, group) * num,)](
             *(x, key, value, q_weight, k_weight, is_image, out, gates),
             *(tokens, num, dim, key.stride(0), value.stride(0), eps),
