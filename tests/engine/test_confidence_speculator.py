@@ -144,6 +144,15 @@ def test_the_budget_does_not_depend_on_the_step():
     assert len(sums) == 1
 
 
+def test_a_step_that_could_not_draft_is_not_planned():
+    """The engine does not ask where no request has room for a draft."""
+    play = Play(ConfidenceSpeculator(FREE, num_drafts=DRAFTS))
+    play.step([1, 2], 0.9)
+    play.speculator.verified([], [], [])
+    assert play.step([1, 2], 0.9)
+    assert play.lengths == [DRAFTS, DRAFTS]
+
+
 def test_temperatures_change_what_is_admitted():
     costs = table(0.25, 0.0)
     lengths = []

@@ -8,6 +8,8 @@ import torch
 
 from openv41.engine.cost_table import CostTable
 from openv41.engine.dspark_files import (
+    CALIBRATION_FILE,
+    PROFILE_FILE,
     Calibration,
     Surroundings,
     load_calibration,
@@ -15,6 +17,7 @@ from openv41.engine.dspark_files import (
     save_calibration,
     save_profile,
 )
+from openv41.engine.engine import _fingerprint
 from openv41.errors import InputError
 from tests.engine.mini_engine import arm
 
@@ -101,6 +104,16 @@ def test_missing_parts_are_refused(tmp_path, here):
     save_calibration(path, replace(FOUND, temperatures=(1.0, 0.0)), here)
     with pytest.raises(InputError, match="a temperature is not above 0"):
         load_calibration(path, here)
+
+
+def test_pages_on_disk_outlive_a_measurement(tmp_path, here):
+    (tmp_path / "config.json").write_text("{}")
+    before = _fingerprint(tmp_path, "f32")
+    save_profile(tmp_path / PROFILE_FILE, COSTS, here)
+    save_calibration(tmp_path / CALIBRATION_FILE, FOUND, here)
+    assert _fingerprint(tmp_path, "f32") == before
+    (tmp_path / "other.json").write_text("{}")
+    assert _fingerprint(tmp_path, "f32") != before
 
 
 def test_a_missing_file_says_what_writes_it(tmp_path, here):

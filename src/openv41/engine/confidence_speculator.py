@@ -98,17 +98,21 @@ class ConfidenceSpeculator:
     def verified(
         self, requests: Sequence[int], lengths: Sequence[int], accepted: Sequence[int]
     ) -> None:
-        """Remember survivals, and how many of the expected drafts were accepted."""
-        if self._current is None:
+        """Remember survivals, and how many of the expected drafts were accepted.
+
+        A step in which nothing could be drafted was not planned either.
+        """
+        current, self._current = self._current, None
+        if current is None:
             self._history.publish((), np.zeros((0, len(self._sum))))
             return
         inside = np.arange(len(self._sum)) < np.asarray(lengths)[:, None]
         memory = PROBE_MEMORY if self._is_trial else MEMORY
-        self._expected = memory * self._expected + float(self._current[inside].sum())
+        self._expected = memory * self._expected + float(current[inside].sum())
         self._accepted = memory * self._accepted + float(sum(accepted))
-        self._sum = memory * self._sum + self._current.sum(axis=0)
-        self._rows = memory * self._rows + len(self._current)
-        self._history.publish(requests, self._current)
+        self._sum = memory * self._sum + current.sum(axis=0)
+        self._rows = memory * self._rows + len(current)
+        self._history.publish(requests, current)
 
     def forget(self, request: int) -> None:
         """Drop the past of a request that has ended."""

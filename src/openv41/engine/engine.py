@@ -21,6 +21,7 @@ from openv41.config import NUMERICS
 from openv41.engine.answering import Collector, take, take_prompt
 from openv41.engine.constraint import ConstraintError
 from openv41.engine.drafting import Drafting
+from openv41.engine.dspark_files import CALIBRATION_FILE, PROFILE_FILE
 from openv41.engine.features import Features
 from openv41.engine.images import ImageCache, JobImages, find_spans, join
 from openv41.engine.job import Job, Sink
@@ -441,6 +442,11 @@ class Engine:
 
 def _fingerprint(checkpoint: Path, numerics: str) -> str:
     """Tell models apart: their configuration, the names, sizes and times of their files."""
-    files = sorted(p for p in checkpoint.iterdir() if p.suffix in (".json", ".safetensors"))
+    files = sorted(
+        path
+        for path in checkpoint.iterdir()
+        if path.suffix in (".json", ".safetensors")
+        and path.name not in (PROFILE_FILE, CALIBRATION_FILE)  # they change no cache
+    )
     about = [f"{p.name} {p.stat().st_size} {p.stat().st_mtime_ns}" for p in files]
     return hashlib.blake2b("\n".join([numerics, *about]).encode(), digest_size=16).hexdigest()
