@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 
 from benchmarks.h200 import report
 from benchmarks.record import REPOSITORY, RESULTS
@@ -68,13 +69,31 @@ def modality_balance() -> list[tuple[str, ...]]:
     return rows
 
 
+def update_rules() -> list[tuple[str, ...]]:
+    """Each pair of rules: means and standard deviations over the seeds."""
+    rows = [
+        ("matrices", "embedding, head, n-gram tables", "held-out bits/byte", "training loss",
+         "farthest / nearest head", "tokens/s"),
+    ]  # fmt: skip
+    lines = read("update_rules")
+    for pair in dict.fromkeys((str(line["matrices"]), str(line["token rows"])) for line in lines):
+        runs = [line for line in lines if (line["matrices"], line["token rows"]) == pair]
+        names = "heldout_bits_per_byte", "loss", "head_spread", "tokens_per_second"
+        found = (_deviation(runs, name, digits=0 if "tokens" in name else 3) for name in names)
+        rows.append((*pair, *found))
+    return rows
+
+
 def gpu_training() -> list[tuple[str, ...]]:
     """A training step of each implementation on one GPU."""
-    rows = [("step", "tokens", "seconds", "tokens/s", "peak GB")]
-    for line in (found for found in read("gpu_training") if "seconds_per_step" in found):
+    rows = [("step", "tokens", "seconds", "tokens/s", "to NeMo's", "MFU", "peak GB")]
+    lines = [found for found in read("gpu_training") if "seconds_per_step" in found]
+    (nemo,) = (float(str(f["tokens_per_second"])) for f in lines if f["part"] == "nemo-automodel")
+    for line in lines:
         tokens, speed = line["tokens_per_gpu_and_step"], float(str(line["tokens_per_second"]))
-        figures = f"{line['seconds_per_step']:.2f}", f"{speed:,.0f}", f"{line['peak_gb']:.1f}"
-        rows.append((str(line["part"]), f"{tokens:,}", *figures))
+        share = f"{float(str(line['mfu'])):.1%}" if "mfu" in line else ""
+        figures = f"{line['seconds_per_step']:.2f}", f"{speed:,.0f}", f"{speed / nemo:.2f}", share
+        rows.append((str(line["part"]), f"{tokens:,}", *figures, f"{line['peak_gb']:.1f}"))
     return rows
 
 
@@ -145,6 +164,12 @@ def _range(line: dict[str, object], name: str) -> str:
     return f"{line[name]:.2f} ({line[f'{name}_least']:.2f} to {line[f'{name}_most']:.2f})"
 
 
+def _deviation(runs: list[dict[str, object]], name: str, digits: int) -> str:
+    values = [float(str(run[name])) for run in runs]
+    mean, deviation = statistics.fmean(values), statistics.stdev(values)
+    return f"{mean:,.{digits}f} \N{PLUS-MINUS SIGN} {deviation:,.{digits}f}"
+
+
 def _spread(runs: list[dict[str, object]], name: str) -> str:
     values = [float(str(run[name])) for run in runs]
     return f"{sum(values) / len(values):.3f} ({min(values):.3f} to {max(values):.3f})"
@@ -174,6 +199,7 @@ PAGES = {
         "speculation_cpu": speculation_cpu,
     },
     "images.md": {"modality_balance": modality_balance},
+    "results.md": {"update_rules": update_rules, "modality_balance": modality_balance},
     "training.md": {"gpu_training": gpu_training},
     "performance.md": {"h200": report.ceilings, "h200_modules": report.sections},
 }

@@ -9,6 +9,7 @@ import argparse
 import statistics
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -76,24 +77,34 @@ def spread(heads: torch.Tensor) -> float:
     return float(sizes.max() / sizes.min())
 
 
+def measure(options: argparse.Namespace, arm: tuple[str, str], seed: int) -> dict[str, Any]:
+    """The line of one run."""
+    torch.set_num_threads(1)
+    values = {**SETTINGS, **ARMS[arm], "seed": seed, "tokens": options.tokens}
+    records, head_spread = train(options.data, options.heldout, values)
+    last = records[-len(records) // 8 :]
+    return {
+        "matrices": arm[0],
+        "token rows": arm[1],
+        "seed": seed,
+        "steps": len(records),
+        "tokens": records[-1].tokens,
+        "loss": statistics.fmean(r.loss for r in last),
+        "heldout_bits_per_byte": records[-1].heldout_bits_per_byte,
+        "head_spread": head_spread,
+        "tokens_per_second": statistics.median(r.tokens_per_second for r in records),
+    }
+
+
 def lines(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One line per run."""
-    for seed in options.seed or SEEDS:
-        for (matrices, tokens), changes in ARMS.items():
-            values = {**SETTINGS, **changes, "seed": seed, "tokens": options.tokens}
-            records, head_spread = train(options.data, options.heldout, values)
-            last = records[-len(records) // 8 :]
-            yield {
-                "matrices": matrices,
-                "token rows": tokens,
-                "seed": seed,
-                "steps": len(records),
-                "tokens": records[-1].tokens,
-                "loss": statistics.fmean(r.loss for r in last),
-                "heldout_bits_per_byte": records[-1].heldout_bits_per_byte,
-                "head_spread": head_spread,
-                "tokens_per_second": statistics.median(r.tokens_per_second for r in records),
-            }
+    with ProcessPoolExecutor(options.processes) as pool:
+        started = [
+            pool.submit(measure, options, arm, seed)
+            for seed in options.seed or SEEDS
+            for arm in ARMS
+        ]
+        yield from (run.result() for run in started)
 
 
 def main() -> None:
@@ -103,6 +114,7 @@ def main() -> None:
     parser.add_argument("--heldout", type=Path, default=Path("runs/demo/data/heldout"))
     parser.add_argument("--tokens", type=int, default=98_304, help="of each run")
     parser.add_argument("--seed", type=int, action="append", help="one of several; default 0 1 2")
+    parser.add_argument("--processes", type=int, default=1, help="runs at a time, of one thread")
     torch.set_num_threads(1)
     record("update_rules", lines(parser.parse_args()))
 
