@@ -103,7 +103,6 @@ def synchronize(engine: Engine) -> None:
 
 def measure(checkpoint: Path, text: Path, options: argparse.Namespace) -> Iterator[dict]:
     """A line for each load and engine."""
-    yield from profile_lines(checkpoint, options.label)
     for load in options.loads:
         arms = Arms(checkpoint, load, options.tokens, options.device)
         count = options.per_load * load
@@ -231,9 +230,10 @@ def main() -> None:
         f"dspark_replay_{options.label}", prepare(options.checkpoint, options.text, options)
     )
     draw_replay(replayed, PICTURE.with_stem(f"dspark_replay_{options.label}"))
+    record(f"dspark_profile_{options.label}", profile_lines(options.checkpoint, options.label))
     name = f"dspark_speed_{options.label}"
     found = record(name, measure(options.checkpoint, options.text, options))
-    draw([line for line in found if "engine" in line], PICTURE.with_stem(name))
+    draw(found, PICTURE.with_stem(name))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import re
 import statistics
+from functools import partial
 
 from benchmarks.h200 import report
 from benchmarks.record import REPOSITORY, RESULTS
@@ -103,7 +104,7 @@ def dspark_speed(label: str) -> list[tuple[str, ...]]:
         ("requests", "none, tokens/s", "scheduled", "ratio", "all verified", "none again",
          "drafts per round", "accepted length", "drafting steps", "repeated 4-grams")
     ]  # fmt: skip
-    lines = [line for line in read(f"dspark_speed_{label}") if "engine" in line]
+    lines = read(f"dspark_speed_{label}")
     for load in sorted({int(str(line["load"])) for line in lines}):
         by = {str(line["engine"]): line for line in lines if line["load"] == load}
         ours = by["scheduled"]
@@ -126,7 +127,7 @@ def dspark_speed(label: str) -> list[tuple[str, ...]]:
 
 def dspark_profile(label: str) -> list[tuple[str, ...]]:
     """Milliseconds of a step by requests and by drafts verified of each."""
-    lines = [line for line in read(f"dspark_speed_{label}") if "plain_ms" in line]
+    lines = read(f"dspark_profile_{label}")
     most = range(len(lines[0]["verify_ms"]))
     rows = [("requests", "plain", *(f"{count} drafts" for count in most))]
     for line in lines:
@@ -135,9 +136,9 @@ def dspark_profile(label: str) -> list[tuple[str, ...]]:
     return rows
 
 
-def dspark_replay() -> list[tuple[str, ...]]:
+def dspark_replay(label: str) -> list[tuple[str, ...]]:
     """The replayed trace under each policy."""
-    lines = read("dspark_replay")
+    lines = read(f"dspark_replay_{label}")
     fixed = [x["tokens_per_second"] for x in lines if not str(x["policy"]).startswith("scheduled")]
     rows = [("policy", "tokens/s", "to the best fixed one", "drafts per step", "of them accepted")]
     for line in lines:
@@ -197,6 +198,11 @@ PAGES = {
         "peers_speed": peers,
         "ced_prefill": ced_prefill,
         "speculation_cpu": speculation_cpu,
+    },
+    "dspark.md": {
+        "dspark_profile_demo_cpu": partial(dspark_profile, "demo_cpu"),
+        "dspark_replay_demo_cpu": partial(dspark_replay, "demo_cpu"),
+        "scheduling": scheduling,
     },
     "images.md": {"modality_balance": modality_balance},
     "results.md": {"update_rules": update_rules, "modality_balance": modality_balance},
