@@ -64,7 +64,7 @@ def test_packed_keys_choose_the_same(monkeypatch, many):
 def test_packed_keys_choose_the_same_on_a_gpu(monkeypatch):
     """With index keys of the released width, which the kernels read."""
     config = replace(CONFIG, indexer=replace(CONFIG.indexer, num_heads=8, head_dim=128))
-    assert indexer.PACKED_WIDTH == config.indexer.head_dim
+    assert config.indexer.head_dim == indexer.PACKED_WIDTH
     got = choices(config, "cuda")
     monkeypatch.setattr(indexer, "reads_packed_rows", lambda *_: False)
     for a, b in zip(got, choices(config, "cuda"), strict=True):
