@@ -19,9 +19,9 @@ DECODE = {1: (16.8, 1.0), 8: (18.5, 1.0), 64: (34.3, 1.3), 128: (46.0, 1.0), 256
 PREFILL = {16384: 1440.0, 131072: 1750.0}  # rows of main KV: us
 TRIED = {
     "packed_sparse_attention T=8192 heads=64 keys=128+512 rows=16384": (
-        "Triton gives both warpgroups the same scores to compute (5,194 us); with layouts chosen in "
-        "Gluon and blocks dequantised behind the scores' products 2,833 us, each block still waiting "
-        "for its row numbers; then these held in shared memory and fewer operations per code"
+        "Triton gives both warpgroups the same scores to compute (5,194 us); with layouts chosen "
+        "in Gluon, and blocks dequantised behind the products, 2,833 us, each block waiting for "
+        "its row numbers; then these held in shared memory and fewer operations per code"
     ),
     "packed_sparse_attention T=256 heads=64 keys=128+512 rows=2097152": (
         "as for 8192 queries: Triton 185.9 us, Gluon 109.2 us, then row numbers in shared memory"
