@@ -6,8 +6,8 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ from openv41.train.spikes import SpikeWatch, read_losses
 from openv41.train.stages import SFT_STAGES, Place, Stage, num_steps, place_of
 from openv41.train.starting_point import make_model
 from openv41.train.step import DivergedError, StepResult, train_step
+from openv41.train.stop_signals import stop_signals
 from openv41.train.token_shards import INDEX_FILE, TokenShards
 from openv41.train.utilisation import FlopCounter
 from openv41.train.wandb_log import WandbLog
@@ -158,7 +159,7 @@ class Trainer:
         StoppedError.
         """
         run, steps = self.run, self.num_steps
-        with self._open_log() as writer, _stop_signals() as received:
+        with self._open_log() as writer, stop_signals() as received:
             while self.step < steps:
                 record = self._advance()
                 if record is None:  # no place to stop or save: the parameters may be to blame
@@ -482,22 +483,3 @@ def _data_hash(folder: Path | None) -> str | None:
             f"{folder / INDEX_FILE}: cannot read the index of the shards: {error.strerror}; make "
             "them with 'openv41 data prepare', or samples with 'openv41 data samples' or 'images'"
         ) from None
-
-
-@contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM; a second signal acts as it always does."""
-    received: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def note(number: int, _frame: object) -> None:
-        received.append(number)
-        signal.signal(number, before[signal.Signals(number)])
-
-    for number in before:
-        signal.signal(number, note)
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

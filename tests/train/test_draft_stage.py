@@ -1,0 +1,72 @@
+"""Stage "dspark" as a part of a run, and from a checkpoint with and without a drafter."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from openv41.errors import ConfigError
+from openv41.io.checkpoint import load_model
+from openv41.presets import tiny, with_drafter
+from openv41.train.config import DraftConfig
+from openv41.train.loop import Trainer
+from openv41.train.stages import DRAFT_STAGE, RECIPES, Stage, check_names
+from tests.train.runs import mini_run, read_log
+
+
+def drafting_run(shards, out, *, heldout=None, base=None, names=("pretrain", DRAFT_STAGE)):
+    run = mini_run(shards, out, heldout=heldout, tokens=64, draft=DraftConfig(anchors=4))
+    [stage] = run.stages
+    stages = tuple(Stage(name=name, train=RECIPES[name](stage.train)) for name in names)
+    return replace(run, model=with_drafter(run.model), stages=stages, base=base)
+
+
+def without_drafter(model):
+    return {n: p for n, p in model.named_parameters() if not n.startswith("drafter.")}
+
+
+def test_a_drafter_follows_pretraining(shards, heldout_shards, tmp_path):
+    run = drafting_run(shards, tmp_path / "run", heldout=heldout_shards.folder)
+    folder = Trainer(run, resume=False).fit()
+    records = read_log(tmp_path / "run")
+    assert [r["stage"] for r in records] == ["pretrain", "pretrain", DRAFT_STAGE]
+    assert all("draft" not in r for r in records[:2])
+    last = records[-1]
+    assert len(last["draft"]["acceptance"]) == len(last["heldout_draft"]["auroc"]) == 5
+    assert 1 < last["heldout_draft"]["tau"] < 6
+    assert "heldout_bits_per_byte" not in last
+    assert sum(share for *_, share in last["heldout_draft"]["reliability"]) == pytest.approx(1)
+    trained = load_model(folder, dtype=torch.float32)
+    assert trained.config == run.model
+    second = drafting_run(shards, tmp_path / "more", base=folder, names=(DRAFT_STAGE,))
+    again = load_model(Trainer(second, resume=False).fit(), dtype=torch.float32)
+    for name, value in without_drafter(again).items():
+        assert torch.equal(value, trained.get_parameter(name)), name
+    assert not torch.equal(again.drafter.main_proj.weight, trained.drafter.main_proj.weight)
+
+
+def test_a_checkpoint_without_a_drafter_gets_one(shards, tmp_path):
+    plain = mini_run(shards, tmp_path / "plain", tokens=32)
+    base = Trainer(plain, resume=False).fit()
+    run = drafting_run(shards, tmp_path / "run", base=base, names=(DRAFT_STAGE,))
+    trained = load_model(Trainer(run, resume=False).fit(), dtype=torch.float32)
+    before = load_model(base, dtype=torch.float32)
+    assert before.drafter is None
+    assert trained.drafter is not None
+    for name, value in without_drafter(trained).items():
+        assert torch.equal(value, before.get_parameter(name)), name
+
+
+def test_a_drafter_in_about_the_released_proportions():
+    dspark = with_drafter(tiny()).dspark
+    assert (dspark.num_stages, dspark.block_size) == (3, 5)
+    assert dspark.target_layer_ids == (5, 6, 7)
+    assert dspark.noise_token_id == tiny().pad_token_id
+    assert with_drafter(with_drafter(tiny())) == with_drafter(tiny())
+
+
+def test_a_drafter_needs_a_trained_model():
+    with pytest.raises(ConfigError, match="begins with dspark"):
+        check_names((DRAFT_STAGE,))
+    check_names((DRAFT_STAGE,), has_base=True)
+    check_names(("pretrain", DRAFT_STAGE))
