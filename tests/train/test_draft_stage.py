@@ -11,7 +11,13 @@ from openv41.presets import tiny, with_drafter
 from openv41.train.config import DraftConfig
 from openv41.train.loop import Trainer
 from openv41.train.stages import DRAFT_STAGE, RECIPES, Stage, check_names
+from openv41.train.token_shards import prepare_shards
 from tests.train.runs import mini_run, read_log
+
+
+@pytest.fixture(scope="module")
+def shards(text_files, text_tokenizer, tmp_path_factory):
+    return prepare_shards(text_files, text_tokenizer, tmp_path_factory.mktemp("run") / "data")
 
 
 def drafting_run(shards, out, *, heldout=None, base=None, names=("pretrain", DRAFT_STAGE)):
@@ -25,8 +31,8 @@ def without_drafter(model):
     return {n: p for n, p in model.named_parameters() if not n.startswith("drafter.")}
 
 
-def test_a_drafter_follows_pretraining(shards, heldout_shards, tmp_path):
-    run = drafting_run(shards, tmp_path / "run", heldout=heldout_shards.folder)
+def test_a_drafter_follows_pretraining(shards, tmp_path):
+    run = drafting_run(shards, tmp_path / "run", heldout=shards.folder)
     folder = Trainer(run, resume=False).fit()
     records = read_log(tmp_path / "run")
     assert [r["stage"] for r in records] == ["pretrain", "pretrain", DRAFT_STAGE]
@@ -46,7 +52,7 @@ def test_a_drafter_follows_pretraining(shards, heldout_shards, tmp_path):
 
 
 def test_a_checkpoint_without_a_drafter_gets_one(shards, tmp_path):
-    plain = mini_run(shards, tmp_path / "plain", tokens=32)
+    plain = mini_run(shards, tmp_path / "plain", tokens=64)
     base = Trainer(plain, resume=False).fit()
     run = drafting_run(shards, tmp_path / "run", base=base, names=(DRAFT_STAGE,))
     trained = load_model(Trainer(run, resume=False).fit(), dtype=torch.float32)
