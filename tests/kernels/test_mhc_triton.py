@@ -250,6 +250,17 @@ def test_what_is_refused(device, change, reason):
     assert reason in mhc_triton.mega_mhc.refuse(*parts, **named, **options)
 
 
+def test_refusals_take_arguments_by_name(device):
+    """As the benchmarks and the model give them."""
+    (x, y, b, c, a), named = inputs((2, 4, 32), torch.bfloat16, device)
+    weights = {name: named[name] for name in ("fn", "base", "scale")}
+    options = {"steps": 3, **EPS}
+    assert mhc_triton.mega_mhc.refuse(x=x, y=y, b=b, c=c, a=a, **named, **options) is None
+    assert mhc_triton.update_streams.refuse(x=x, y=y, b=b, c=c) is None
+    assert mhc_triton.mix_streams.refuse(x=x, a=a) is None
+    assert mhc_triton.predict_mix.refuse(x=x, **weights, **options) is None
+
+
 def test_many_streams_are_refused(device):
     parts, named = inputs((2, 5, 32), torch.bfloat16, device)
     assert "5 streams" in mhc_triton.mega_mhc.refuse(*parts, **named, steps=3, **EPS)

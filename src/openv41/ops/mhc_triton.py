@@ -25,6 +25,10 @@ def _refuse_streams(x: Tensor, *coefficients: Tensor, deterministic: bool = Fals
     return f"coefficients must be float32, not {wrong.pop()}" if wrong else None
 
 
+def _refuse_mix(x: Tensor, a: Tensor) -> str | None:
+    return _refuse_streams(x, a)
+
+
 def _refuse_update(
     x: Tensor, y: Tensor, b: Tensor, c: Tensor, *, deterministic: bool = False
 ) -> str | None:
@@ -128,7 +132,7 @@ def update_streams(
     return new
 
 
-@kernel(refuse=_refuse_streams, has_backward=True)
+@kernel(refuse=_refuse_mix, has_backward=True)
 def mix_streams(x: Tensor, a: Tensor) -> Tensor:
     """Collapse the streams, where no coefficients follow."""
     mixed: Tensor = _Mix.apply(_whole_rows(x), a.contiguous())
