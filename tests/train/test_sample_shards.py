@@ -345,5 +345,5 @@ def test_a_teacher_sees_the_images_too(run, tmp_path):
 def test_images_without_an_image(run, tokenizer, tmp_path):
     words = (Sample(f"{i}", parts=(TextPart("thou art grey"),)) for i in range(4))
     bare = prepare_sample_shards(words, tokenizer, VISION, tmp_path / "bare", max_tokens=64)
-    with pytest.raises(InputError, match=r"bare holds no image; train on answers .*--sft"):
+    with pytest.raises(InputError, match=r"bare holds no image; train on text alone .*--sft"):
         Trainer(replace(run, images=bare.folder, out=tmp_path / "out"), resume=False)

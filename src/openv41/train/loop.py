@@ -452,10 +452,7 @@ class Trainer:
             raise ConfigError("train", [problem])
         shards = self._open_samples(folder)
         if not shards.index.image_tokens:
-            raise InputError(
-                f"{folder} holds no image; train on answers to text alone with --sft, in the stage "
-                f"{SFT_STAGES[0]}"
-            )
+            raise InputError(f"{folder} holds no image; train on text alone with --data or --sft")
         return shards
 
     def _open_heldout(self) -> HeldOut | None:
