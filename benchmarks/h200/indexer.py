@@ -186,12 +186,10 @@ def choice_row(tokens: int, entries: int, peer_us: float | None) -> Row:
     """Top-512 of float32 scores."""
     variants = {
         f"chunks of {chunk}, {kept} kept, {warps} warps": planned(chunk, kept, warps)
-        for chunk, kept, warps in (
-            (8192, 1024, 8),
-            (4096, 1024, 4),
-        )
+        for chunk, kept, warps in ((8192, 1024, 8),)
         if (tokens, entries) in {(1, 131072), (8, 1 << 20), (64, 131072)}
     }
+    variants = {"Triton": planned(), **variants}
     return Row(
         op="select_top_k",
         shape={"T": tokens, "L": entries},

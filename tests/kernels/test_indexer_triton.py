@@ -13,7 +13,7 @@ from tests.close import assert_close
 from tests.oracles import indexer as oracle
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from openv41.ops import indexer_triton, packed_index_cuda, packed_index_triton
+from openv41.ops import indexer_triton, packed_index_cuda, packed_index_triton, top_k_cuda
 from openv41.ops.index_scores_triton import Tiling, dense_scores, packed_scores
 from openv41.ops.packed_index import unpack_rows
 from openv41.ops.selected_scores_triton import backward
@@ -349,6 +349,10 @@ def test_choice_at_full_width(device, T, M, k):
     want = reference.ids_of(reference.keep_top_k(seen, k), k)
     for _ in range(2):
         assert torch.equal(indexer_triton.select_top_k.run(scores, None, k, visible), want)
+    assert torch.equal(choose(scores, k, visible), want)
+    assert top_k_cuda.refuse(scores, k, None) is None
+    odd = scores[:, 1:], k, visible - 1  # rows start at any address
+    assert torch.equal(top_k_cuda.choose(*odd), choose(*odd))
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from openv41.ops import selected_scores_triton, top_k_triton
+from openv41.ops import selected_scores_triton, top_k_cuda, top_k_triton
 from openv41.ops._dispatch import kernel, wants_gradient
 from openv41.ops.divergence_triton import SelectionDivergence
 from openv41.ops.index_scores_triton import dense_scores
@@ -107,8 +107,11 @@ def _refuse_choice(scores, allowed, k, visible=None) -> str | None:
 def select_top_k(
     scores: Tensor, allowed: Tensor | None, k: int, visible: Tensor | None = None
 ) -> Tensor:
-    """Search for the k-th score, chunk by chunk."""
-    return top_k_triton.choose(scores, min(k, scores.shape[1]), visible, allowed)
+    """Search for the k-th score, chunk by chunk; in CUDA C++ where it can be had."""
+    k = min(k, scores.shape[1])
+    if scores.is_cuda and not top_k_cuda.refuse(scores, k, allowed):
+        return top_k_cuda.choose(scores, k, visible)
+    return top_k_triton.choose(scores, k, visible, allowed)
 
 
 @triton.jit
@@ -150,4 +153,4 @@ def choose_candidates(scores: Tensor, visible: Tensor, num_blocks: int, block_si
             SIZE=block_size,
             BLOCKS=BLOCKS_AT_ONCE,
         )
-    return top_k_triton.choose(best, min(num_blocks, blocks))
+    return select_top_k.run(best, None, num_blocks)
