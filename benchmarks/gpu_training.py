@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.record import record
+from benchmarks.record import REPOSITORY, record
 from openv41.config import ModelConfig
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.model.init import init_weights
@@ -65,16 +65,17 @@ def random_batch(options: argparse.Namespace, documents: int, seed: int) -> Pack
 
 def timed(options: argparse.Namespace, step: Callable[[int], float]) -> Line:
     """Median seconds of a step after the warm-up, the losses of all, and the memory they took."""
-    seconds, losses = [], []
+    seconds, cpu_seconds, losses = [], [], []
     for number in range(options.warm_up + options.steps):
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         losses.append(step(number))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
+        cpu_seconds.append(time.process_time() - busy)
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    median = statistics.median(seconds[options.warm_up :])
-    return {"seconds_per_step": median, "losses": losses, "peak_gb": peak / 1e9}
+    found = {"seconds_per_step": statistics.median(seconds[options.warm_up :]), "losses": losses}
+    return found | {"cpu_seconds": cpu_seconds[options.warm_up :], "peak_gb": peak / 1e9}
 
 
 class Ours(NamedTuple):
@@ -172,6 +173,12 @@ def run_part(options: argparse.Namespace) -> None:
             sys.stdout.write(json.dumps(line) + "\n")
 
 
+def python_of(part: str) -> str:
+    """The interpreter that has what a part needs."""
+    peers = REPOSITORY / ".peers" / "bin" / "python"
+    return str(peers) if part == "nemo-automodel" and peers.exists() else sys.executable
+
+
 def start_part(options: argparse.Namespace, part: str, gpus: str) -> subprocess.Popen[str]:
     """Start a part in a process of its own, or in two."""
     number = PARTS[part]
@@ -179,11 +186,11 @@ def start_part(options: argparse.Namespace, part: str, gpus: str) -> subprocess.
     words = [
         f"--{key.replace('_', '-')}" if value is True else f"--{key.replace('_', '-')}={value}"
         for key, value in vars(options).items()
-        if key != "part" and value is not False
+        if key not in {"part", "rounds"} and value is not False
     ]
     module = ["-m", "benchmarks.gpu_training", "--part", part, *words]
     return subprocess.Popen(
-        ["timeout", str(options.limit), sys.executable, *(launch if number > 1 else []), *module],
+        ["timeout", str(options.limit), python_of(part), *(launch if number > 1 else []), *module],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -98,6 +98,16 @@ def gpu_training() -> list[tuple[str, ...]]:
     return rows
 
 
+def cpu_training() -> list[tuple[str, ...]]:
+    """A training step on a CPU, and by how much ours is shorter."""
+    rows = [("step", "tokens", "CPU seconds, median", "fastest", "peer / ours")]
+    for line in read("cpu_training"):
+        figures = (f"{line[name]:.2f}" for name in ("median", "fastest"))
+        ratio = f"{line['ratio']:.2f} ({line['ratio_of_fastest']:.2f})" if "ratio" in line else ""
+        rows.append((str(line["part"]), f"{line['tokens']:,}", *figures, ratio))
+    return rows
+
+
 def dspark_speed(label: str) -> list[tuple[str, ...]]:
     """Speed of each engine by load, and what the scheduler made of its drafts."""
     rows = [
@@ -206,7 +216,7 @@ PAGES = {
     },
     "images.md": {"modality_balance": modality_balance},
     "results.md": {"update_rules": update_rules, "modality_balance": modality_balance},
-    "training.md": {"gpu_training": gpu_training},
+    "training.md": {"gpu_training": gpu_training, "cpu_training": cpu_training},
     "performance.md": {"h200": report.ceilings, "h200_modules": report.sections},
 }
 
