@@ -101,7 +101,7 @@ def product_row(shape: str, *, backward: bool) -> Row:
     """One product of all experts."""
     tokens, experts, chosen, inner, columns = SHAPES[shape]
     pairs = tokens * chosen
-    used = min(experts, pairs)
+    used = round(experts * (1 - (1 - chosen / experts) ** tokens))  # as many are chosen
     moved = 2 * (pairs * (inner + columns) + used * inner * columns)
     others = {"torch._grouped_mm": of_torch}
     others |= {" ".join(map(str, sizes)): with_blocks(sizes) for sizes in BLOCKS[shape]}

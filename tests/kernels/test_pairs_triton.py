@@ -55,9 +55,12 @@ def test_strided_rows_and_narrow_types(device):
     spread = torch.stack([x.detach(), x.detach() + 1], dim=2)[..., 0]
     assert torch.equal(kernels().take_pairs.run(spread, order, 2), x.detach()[order // 2])
     assert "float64" in kernels().combine.refuse(x.double(), order, 2)
+    assert kernels().combine.refuse(outputs=x, order=order, top_k=2) is None
+    assert kernels().take_pairs.refuse(x=x, order=order, top_k=2) is None
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_large_pairs_and_counts_without_a_word_from_the_host():
     ids = torch.rand(4096, 64, device="cuda").argsort(dim=1)[:, :6].sort(dim=1).values
     x = torch.randn(4096, 1024, device="cuda").bfloat16().requires_grad_()

@@ -97,15 +97,13 @@ class _Combine(torch.autograd.Function):
         return take(grad.contiguous(), ctx.saved_tensors[0], ctx.top_k, ctx.dtype), None, None
 
 
-def _refuse(x: Tensor, order: Tensor, top_k: int) -> str | None:
-    if x.dtype not in DTYPES:
-        return f"rows are {x.dtype}"
-    if len(order) >= 1 << 31:
-        return f"there are {len(order)} pairs"
-    return None
+def _reason(rows: Tensor, order: Tensor) -> str | None:
+    if rows.dtype not in DTYPES:
+        return f"rows are {rows.dtype}"
+    return f"there are {len(order)} pairs" if len(order) >= 1 << 31 else None
 
 
-@kernel(refuse=_refuse, has_backward=True)
+@kernel(refuse=lambda x, order, top_k: _reason(x, order), has_backward=True)
 def take_pairs(
     x: Float[Tensor, "T D"], order: Int[Tensor, " pairs"], top_k: int
 ) -> Float[Tensor, "pairs D"]:
@@ -117,7 +115,7 @@ def take_pairs(
     return take(x, order, top_k, x.dtype)
 
 
-@kernel(refuse=_refuse, has_backward=True)
+@kernel(refuse=lambda outputs, order, top_k: _reason(outputs, order), has_backward=True)
 def combine(
     outputs: Float[Tensor, "pairs D"], order: Int[Tensor, " pairs"], top_k: int
 ) -> Float[Tensor, "T D"]:

@@ -32,34 +32,35 @@ def _rotate(
     BACK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
+    is_row = (row < rows)[:, None]
     start = width - 2 * pairs
+    column = tl.arange(0, COLUMNS)
     place = row[:, None] * width + column[None, :]
-    mask = (row < rows)[:, None] & (column < width)[None, :]
-    turns = mask & (column >= start)[None, :]
-    value = tl.load(x + place, mask=mask, other=0.0)
-    other_column = start + ((column - start) ^ 1)
-    other = tl.load(x + row[:, None] * width + other_column[None, :], mask=turns, other=0.0)
-    of_token = (row // heads)[:, None] * pairs + ((column - start) // 2)[None, :]
-    real = tl.load(table + 2 * of_token, mask=turns, other=1.0)
-    imaginary = tl.load(table + 2 * of_token + 1, mask=turns, other=0.0)
-    is_first = ((column - start) % 2 == 0)[None, :]
-    sign = tl.where(is_first, -1.0, 1.0)
+    mask = is_row & (column < start)[None, :]
+    tl.store(out + place, tl.load(x + place, mask=mask, other=0.0), mask=mask)
+    pair = tl.arange(0, PAIRS)
+    mask = is_row & (pair < pairs)[None, :]
+    place = row[:, None] * width + start + 2 * pair[None, :]
+    a = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(x + place + 1, mask=mask, other=0.0).to(tl.float32)
+    turn = table + 2 * ((row // heads)[:, None] * pairs + pair[None, :])
+    real = tl.load(turn, mask=mask, other=1.0)
+    imaginary = tl.load(turn + 1, mask=mask, other=0.0)
     if BACK:
-        sign = -sign
-    turned = value.to(tl.float32) * real + other.to(tl.float32) * imaginary * sign
-    found = tl.where(turns, turned.to(out.dtype.element_ty), value)
-    tl.store(out + place, found, mask=mask)
+        imaginary = -imaginary
+    tl.store(out + place, (a * real - b * imaginary).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + place + 1, (b * real + a * imaginary).to(out.dtype.element_ty), mask=mask)
 
 
 def turn(x: Tensor, table: Tensor, *, back: bool) -> Tensor:
     """Rotate contiguous rows by a real table [T, pairs, 2], or back."""
-    out, width = torch.empty_like(x), x.shape[-1]
+    out, width, pairs = torch.empty_like(x), x.shape[-1], table.shape[1]
     if not out.numel():
         return out
-    rows, columns = x.numel() // width, triton.next_power_of_2(width)
+    rows, columns = x.numel() // width, triton.next_power_of_2(max(1, width - 2 * pairs))
     each = max(1, min(VALUES // columns, 32))
     _rotate[(triton.cdiv(rows, each),)](
         x,
@@ -68,10 +69,11 @@ def turn(x: Tensor, table: Tensor, *, back: bool) -> Tensor:
         rows,
         rows // len(x),
         width,
-        table.shape[1],
+        pairs,
         BACK=back,
         ROWS=each,
         COLUMNS=columns,
+        PAIRS=triton.next_power_of_2(max(1, pairs)),
         num_warps=4,
     )
     return out
