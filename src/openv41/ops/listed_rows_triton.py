@@ -12,7 +12,6 @@ from torch import Tensor
 from openv41.ops.sparse_attention import NO_SINK
 
 LOG2E = 1.4426950408889634
-MOST_BLOCKS = 32  # of 64 listed rows, whose numbers a program holds in shared memory
 NONE: tl.constexpr = tl.constexpr(NO_SINK)
 
 
@@ -57,12 +56,6 @@ def fits_hopper(q: Tensor) -> bool:
     if q.dtype != torch.bfloat16 or q.shape[2] != 512 or not q.shape[1] > 32:
         return False
     return q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
-
-
-def blocks_held(listed: tuple[int, int], parts: int = 1) -> int | None:
-    """Blocks of 64 rows of a program, as a power of two; None where their numbers do not fit."""
-    share = triton.cdiv(sum(triton.cdiv(count, 64) for count in listed), parts)
-    return triton.next_power_of_2(max(share, 1)) if share <= MOST_BLOCKS else None
 
 
 def contiguous(x: Tensor) -> Tensor:

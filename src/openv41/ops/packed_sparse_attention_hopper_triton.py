@@ -32,7 +32,6 @@ _WINDOW: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 16, 2], [8, 1, 1], [2, 1
 _SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
 _SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16])
 _PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-_LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 _SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
@@ -46,38 +45,19 @@ def list_block(rows_ptr, block, count, layout: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def hold_lists(window_rows, W, main_rows, K, first, near, held, BLOCKS: gl.constexpr):
-    """Read the numbers of all rows of a program at once: later each would be waited for."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
-    for place in gl.static_range(BLOCKS):
-        rows = list_block(window_rows, first + place, W, layout)
-        far = list_block(main_rows, first + place - near, K, layout)
-        held.index(place).store(gl.maximum(rows, far).to(gl.int32))
-
-
-@gluon.jit
-@no_type_check
-def held_rows(held, place, start, stop, layout: gl.constexpr, BLOCKS: gl.constexpr):
-    """Rows of a block, -1 unless its place is from ``start`` to ``stop`` - 1."""
-    rows = held.index(gl.minimum(gl.maximum(place, 0), BLOCKS - 1)).load(layout)
-    return gl.where((place >= start) & (place < stop), rows, -1)
-
-
-@gluon.jit
-@no_type_check
-def _copy_main(main_ptr, stride, held, place, start, stop, into, BLOCKS: gl.constexpr):
+def _copy_main(main_ptr, stride, rows_ptr, block, count, codes_into, scales_into):
     """Start to copy codes and scales of a block of main KV rows."""
-    rows = held_rows(held, place, start, stop, gl.SliceLayout(1, _ROW), BLOCKS)
+    rows = list_block(rows_ptr, block, count, gl.SliceLayout(1, _ROW))
     row = main_ptr + rows.to(gl.int64)[:, None] * stride
     columns = gl.arange(0, _HALF, gl.SliceLayout(0, _ROW))
     async_copy.async_copy_global_to_shared(
-        into[0], row + columns[None, :], mask=(rows >= 0)[:, None]
+        codes_into, row + columns[None, :], mask=(rows >= 0)[:, None]
     )
-    rows = held_rows(held, place, start, stop, gl.SliceLayout(1, _SCALES), BLOCKS)
+    rows = list_block(rows_ptr, block, count, gl.SliceLayout(1, _SCALES))
     row = main_ptr + rows.to(gl.int64)[:, None] * stride + _HALF
     groups = gl.arange(0, _C // 16, gl.SliceLayout(0, _SCALES))
     async_copy.async_copy_global_to_shared(
-        into[1], row + groups[None, :], mask=(rows >= 0)[:, None]
+        scales_into, row + groups[None, :], mask=(rows >= 0)[:, None]
     )
     async_copy.commit_group()
 
@@ -111,8 +91,11 @@ def _put_main(codes_in, scales_in, even_into, odd_into, FP4: gl.constexpr, FACTO
 
 @gluon.jit
 @no_type_check
-def _put_window(window_ptr, bytes_ptr, stride, rows, even_into, odd_into, FP8: gl.constexpr):
+def _put_window(
+    window_ptr, bytes_ptr, stride, rows_ptr, block, count, even_into, odd_into, FP8: gl.constexpr
+):
     """Read and dequantise window KV into shared memory; ``stride`` is in units of 16 bytes."""
+    rows = list_block(rows_ptr, block, count, gl.SliceLayout(1, _ROW))
     row = window_ptr + rows.to(gl.int64)[:, None] * (stride * 8)
     columns = gl.arange(0, _HALF, gl.SliceLayout(0, _ROW))
     codes = gl.load(row + columns[None, :], mask=(rows >= 0)[:, None], other=0)
@@ -150,15 +133,15 @@ def _load_q(q_ptr, q_t, q_h, t, first_head, H, even_into, odd_into):
 
 @gluon.jit
 @no_type_check
-def _put_block(
-    stores, held, place, near, staged, even_into, odd_into, codecs, BLOCKS: gl.constexpr
-):
+def _put_block(stores, lists, block, near, staged, even_into, odd_into, codecs):
     """Dequantise a block of a query's lists: window KV, or main KV that was copied before."""
     window_ptr, bytes_ptr, window_stride, _, _ = stores
     async_copy.wait_group(0)
-    if place < near:
-        rows = held_rows(held, place, 0, near, gl.SliceLayout(1, _ROW), BLOCKS)
-        _put_window(window_ptr, bytes_ptr, window_stride, rows, even_into, odd_into, codecs[1])
+    if block < near:
+        _put_window(
+            window_ptr, bytes_ptr, window_stride, lists[0], block, lists[1],
+            even_into, odd_into, codecs[1],
+        )  # fmt: skip
     else:
         _put_main(staged[0], staged[1], even_into, odd_into, codecs[0], codecs[2])
 
@@ -176,31 +159,31 @@ def softmax(s, present, scale, top, total):
 
 @gluon.jit
 @no_type_check
-def _sums(stores, held, near, count, scale, buffers, none, top, codecs, BLOCKS: gl.constexpr):
-    """Attention over ``count`` blocks of one query, not yet divided; the first ``near`` are window.
-
-    The next block is dequantised while the matrix units make the scores of this one.
-    """
+def _sums(stores, lists, scale, buffers, none, top, total, codecs):
+    """Attention over a part of the lists of one query, not yet divided."""
     q_even, q_odd, even, odd, p_shared, codes, scales = buffers
-    main_ptr, stride = stores[3], stores[4]
-    staged, total = (codes, scales), none
+    window_rows, W, main_rows, K, first, last, near = lists
+    main_ptr, main_stride = stores[3], stores[4]
+    staged = (codes, scales)
     sum_even = gl.full([_H, _HALF], 0.0, gl.float32, _SUMS)
     sum_odd = gl.full([_H, _HALF], 0.0, gl.float32, _SUMS)
-    _copy_main(main_ptr, stride, held, 0, near, count, staged, BLOCKS)
-    _put_block(stores, held, 0, near, staged, even.index(0), odd.index(0), codecs, BLOCKS)
-    _copy_main(main_ptr, stride, held, 1, near, count, staged, BLOCKS)
+    _copy_main(main_ptr, main_stride, main_rows, first - near, K, codes, scales)
+    _put_block(stores, lists, first, near, staged, even.index(0), odd.index(0), codecs)
+    _copy_main(main_ptr, main_stride, main_rows, first + 1 - near, K, codes, scales)
     fence_async_shared()
-    for place in range(0, count):
-        now, then = place & 1, (place + 1) & 1
+    for block in range(first, last):
+        now, then = (block - first) & 1, (block - first + 1) & 1
         s = warpgroup_mma(
             q_even, even.index(now).permute((1, 0)), none, use_acc=False, is_async=True
         )
         s = warpgroup_mma(q_odd, odd.index(now).permute((1, 0)), s, is_async=True)
-        if place + 1 < count:
-            into_even, into_odd = even.index(then), odd.index(then)
-            _put_block(stores, held, place + 1, near, staged, into_even, into_odd, codecs, BLOCKS)
-        _copy_main(main_ptr, stride, held, place + 2, near, count, staged, BLOCKS)
-        present = held_rows(held, place, 0, count, gl.SliceLayout(0, _SCORES), BLOCKS) >= 0
+        if block + 1 < last:
+            _put_block(
+                stores, lists, block + 1, near, staged, even.index(then), odd.index(then), codecs
+            )
+        _copy_main(main_ptr, main_stride, main_rows, block + 2 - near, K, codes, scales)
+        present = list_block(window_rows, block, W, gl.SliceLayout(0, _SCORES)) >= 0
+        present |= list_block(main_rows, block - near, K, gl.SliceLayout(0, _SCORES)) >= 0
         s = warpgroup_mma_wait(0, deps=(s,))
         p, shrink, top, total = softmax(s, present, scale, top, total)
         p_shared.store(p.to(gl.bfloat16))
@@ -247,7 +230,6 @@ def attend(
     K,
     sink_ptr,
     scale,
-    BLOCKS: gl.constexpr,
     IS_WHOLE: gl.constexpr,
     FP4: gl.constexpr,
     FP8: gl.constexpr,
@@ -265,23 +247,22 @@ def attend(
     p_shared = gl.allocate_shared_memory(gl.bfloat16, [_H, _K], _SHARED)
     codes = gl.allocate_shared_memory(gl.uint8, [_K, _HALF], _PLAIN)
     scales = gl.allocate_shared_memory(gl.uint8, [_K, _C // 16], _PLAIN)
-    held = gl.allocate_shared_memory(gl.int32, [BLOCKS, _K], _LINE)
+    _load_q(q_ptr, q_t, q_h, t, first_head, H, q_even, q_odd)
     near, far = (W + _K - 1) // _K, (K + _K - 1) // _K
     share = (near + far + parts - 1) // parts
     first = part * share
-    hold_lists(window_rows + t * W, W, main_rows + t * K, K, first, near, held, BLOCKS)
-    _load_q(q_ptr, q_t, q_h, t, first_head, H, q_even, q_odd)
+    last = gl.minimum(first + share, near + far)
+    top = gl.full([_H], 2 * NONE, gl.float32, gl.SliceLayout(1, _SCORES))
+    none = gl.full([_H, _K], 0.0, gl.float32, _SCORES)
     sum_even, sum_odd, top, count = _sums(
         (window_ptr, bytes_ptr, window_stride, main_ptr, main_stride),
-        held,
-        near - first,
-        gl.minimum(share, near + far - first),
+        (window_rows + t * W, W, main_rows + t * K, K, first, last, near),
         scale,
         (q_even, q_odd, even, odd, p_shared, codes, scales),
-        gl.full([_H, _K], 0.0, gl.float32, _SCORES),
-        gl.full([_H], 2 * NONE, gl.float32, gl.SliceLayout(1, _SCORES)),
+        none,
+        top,
+        none,
         (FP4, FP8, FACTOR),
-        BLOCKS,
     )
     heads = first_head + gl.arange(0, _H, gl.SliceLayout(1, _SCORES))
     if IS_WHOLE:

@@ -20,14 +20,7 @@ from torch import Tensor
 
 from openv41.ops import packed_sparse_attention_hopper_triton as hopper
 from openv41.ops._dispatch import kernel
-from openv41.ops.listed_rows_triton import (
-    LOG2E,
-    NONE,
-    blocks_held,
-    fits_hopper,
-    join_sink,
-    read_list,
-)
+from openv41.ops.listed_rows_triton import LOG2E, NONE, fits_hopper, join_sink, read_list
 from openv41.ops.packed_sparse_attention_hopper_triton import WARPS
 
 SHRUNK: tl.constexpr = tl.constexpr(256.0)  # keys are held at 1 / SHRUNK
@@ -35,28 +28,31 @@ FP4_FACTOR: tl.constexpr = tl.constexpr(2.0**126 / 256)
 PROGRAMS = 132  # one per multiprocessor
 # A register of four bytes, a factor per byte: the low nibbles' numbers, then the high nibbles'.
 # The bits of an E2M1 number, put where a bfloat16 has its last exponent bits and its first
-# fraction bit, are that number times 2^-126, also where it is subnormal; a product by two powers
-# of two puts them there and the sign in front.
+# fraction bit, are that number times 2^-126, also where it is subnormal.
 FP4: tl.constexpr = tl.constexpr("""
 {
-.reg .b32 x, y, a;
+.reg .b32 x, y, a, b;
 prmt.b32 x, $4, 0, 0x4140;
 prmt.b32 y, $4, 0, 0x4342;
-and.b32 a, x, 0x000F000F;
-mul.lo.u32 a, a, 4160;
-and.b32 a, a, 0x81C081C0;
+shl.b32 a, x, 6;
+shl.b32 b, x, 12;
+and.b32 b, b, 0x80008000;
+lop3.b32 a, a, 0x01C001C0, b, 0xEA;
 mul.rn.bf16x2 $0, a, $5;
-and.b32 a, y, 0x000F000F;
-mul.lo.u32 a, a, 4160;
-and.b32 a, a, 0x81C081C0;
+shl.b32 a, y, 6;
+shl.b32 b, y, 12;
+and.b32 b, b, 0x80008000;
+lop3.b32 a, a, 0x01C001C0, b, 0xEA;
 mul.rn.bf16x2 $1, a, $6;
-and.b32 a, x, 0x00F000F0;
-mul.lo.u32 a, a, 260;
-and.b32 a, a, 0x81C081C0;
+shl.b32 a, x, 2;
+shl.b32 b, x, 8;
+and.b32 b, b, 0x80008000;
+lop3.b32 a, a, 0x01C001C0, b, 0xEA;
 mul.rn.bf16x2 $2, a, $5;
-and.b32 a, y, 0x00F000F0;
-mul.lo.u32 a, a, 260;
-and.b32 a, a, 0x81C081C0;
+shl.b32 a, y, 2;
+shl.b32 b, y, 8;
+and.b32 b, b, 0x80008000;
+lop3.b32 a, a, 0x01C001C0, b, 0xEA;
 mul.rn.bf16x2 $3, a, $6;
 }
 """)
@@ -170,13 +166,11 @@ def attend(q, window, window_rows, main, main_rows, sink, scale, tiling: Tiling)
     given["q_t"], given["q_h"], _ = given["q_ptr"].stride()
     grid = count, triton.cdiv(heads, tiling.heads), parts
     step = 8 if window.stride(0) % 16 == 0 else 1  # known to be whole, rows are read in one go
-    blocks = blocks_held((window_rows.shape[1], main_rows.shape[1]), parts)
-    if tiling.on_hopper and step == 8 and blocks:
+    if tiling.on_hopper and step == 8:
         hopper.attend[grid](
             **given,
             bytes_ptr=window,
             window_stride=window.stride(0) // 16,
-            BLOCKS=blocks,
             FP4=FP4.value,
             FP8=FP8.value,
             FACTOR=FP4_FACTOR.value,

@@ -20,7 +20,6 @@ from openv41.ops import sparse_attention_hopper_triton as hopper
 from openv41.ops.listed_rows_triton import (
     LOG2E,
     Tiling,
-    blocks_held,
     fits_hopper,
     forward_tiling,
     gather_rows,
@@ -49,8 +48,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of queries, both stores and sinks, READERS_AT_ONCE queries at a time."""
     q, window_kv, main_kv, sink, out, lse = saved
-    blocks = blocks_held((keys[0].listed.shape[1], keys[1].listed.shape[1]))
-    on_hopper = tiling is None and fits_hopper(q) and q.shape[1] <= 64 and blocks
+    on_hopper = tiling is None and fits_hopper(q) and q.shape[1] <= 64
     tiling = tiling or backward_tiling(q)
     grad_q, mean = torch.empty_like(q), torch.empty_like(lse)
     totals = tuple(kv.new_zeros(kv.shape, dtype=torch.float32) for kv in (window_kv, main_kv))
@@ -71,7 +69,7 @@ def backward(
             "places": sum(places),
         }
         if on_hopper:
-            hopper.differentiate[(len(part),)](**given, BLOCKS=blocks, num_warps=8)
+            hopper.differentiate[(len(part),)](**given, num_warps=8)
         else:
             grid = len(part), triton.cdiv(q.shape[1], tiling.heads)
             _backward_queries[grid](**given, **tiling.launch)

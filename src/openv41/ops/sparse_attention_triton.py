@@ -19,7 +19,6 @@ from openv41.ops._dispatch import kernel, wants_gradient
 from openv41.ops.listed_rows_triton import (
     NONE,
     Tiling,
-    blocks_held,
     contiguous,
     fits_hopper,
     forward_tiling,
@@ -106,10 +105,8 @@ def forward(
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
     grid, rows = (len(q), triton.cdiv(q.shape[1], tiling.heads)), (keys[0].listed, keys[1].listed)
     given = kernel_arguments(q, stores, rows, sink, scale)
-    blocks = blocks_held((given["W"], given["K"]))
-    if out.numel() and on_hopper and blocks:
-        made = {"out_ptr": out, "lse_ptr": lse}
-        hopper.attend[grid](**given, **made, NONE=NONE.value, BLOCKS=blocks, num_warps=8)
+    if out.numel() and on_hopper:
+        hopper.attend[grid](**given, out_ptr=out, lse_ptr=lse, NONE=NONE.value, num_warps=8)
     elif out.numel():
         _forward[grid](**given, out_ptr=out, lse_ptr=lse, **tiling.launch)
     return out, lse
