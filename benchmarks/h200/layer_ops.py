@@ -1,4 +1,4 @@
-"""The small ops between the large kernels: norm, rotation, SwiGLU, pairs of experts, and parts."""
+"""Ops that no other module measures: sums of pairs, parts of streams, Engram and indexer."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,8 +12,8 @@ from benchmarks.h200.rows import Inputs, Row, relative_error, tensors_of, unequa
 from openv41 import ops
 from openv41.ops._dispatch import Op
 
-TOKENS, DIM, STREAMS, HEADS, WIDTH, PAIRS = 8192, 5120, 4, 64, 512, 32
-EXPERTS, TOP, FF = 384, 6, 2304
+TOKENS, DIM, STREAMS = 8192, 5120, 4
+EXPERTS, TOP = 384, 6
 TRIED: dict[str, str] = {}
 Maker = Callable[..., Inputs]
 
@@ -23,48 +23,15 @@ def normal(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, device=generator.device).bfloat16()
 
 
-def norm_inputs(g: torch.Generator) -> Inputs:
-    """Rows of the model's width."""
-    return {"x": normal(g, TOKENS, DIM), "weight": normal(g, DIM), "eps": 1e-20}
-
-
-def rotate_inputs(g: torch.Generator) -> Inputs:
-    """Queries of all heads."""
-    frequencies = ops.rope_frequencies(2 * PAIRS, 1e4).to(g.device)
-    table = ops.rope_table(torch.arange(TOKENS, device=g.device), frequencies)
-    return {"x": normal(g, TOKENS, HEADS, WIDTH), "table": table}
-
-
-def swiglu_inputs(g: torch.Generator) -> Inputs:
-    """Pairs of tokens and experts, with their weights."""
-    pairs = TOKENS * TOP
-    weight = torch.rand(pairs, generator=g, device=g.device)
-    gate, up = normal(g, pairs, FF), normal(g, pairs, FF)
-    return {"gate": gate, "up": up, "limit": 10.0, "weight": weight}
-
-
 def order_of(g: torch.Generator) -> Tensor:
     """Pairs sorted by a random expert."""
     experts = torch.randint(EXPERTS, (TOKENS * TOP,), generator=g, device=g.device)
     return experts.sort(stable=True).indices
 
 
-def take_inputs(g: torch.Generator) -> Inputs:
-    """Rows that are read once per pair."""
-    return {"x": normal(g, TOKENS, DIM), "order": order_of(g), "top_k": TOP}
-
-
 def combine_inputs(g: torch.Generator) -> Inputs:
     """Outputs of the pairs."""
     return {"outputs": normal(g, TOKENS * TOP, DIM), "order": order_of(g), "top_k": TOP}
-
-
-def grouped_inputs(g: torch.Generator) -> Inputs:
-    """Pairs evenly over a sixth of the experts, so that the weights fit beside the references."""
-    experts = EXPERTS // 6
-    counts = torch.full((experts,), TOKENS * TOP // experts, device=g.device)
-    weight = normal(g, experts, FF, DIM) * DIM**-0.5
-    return {"rows": normal(g, TOKENS * TOP, DIM), "weight": weight, "counts": counts}
 
 
 def stream_inputs(g: torch.Generator) -> Inputs:
@@ -120,9 +87,9 @@ def widened(value: object) -> object:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def error(op: Op[..., Any], wide: bool, given: Inputs, out: object) -> float:
-    """Error against the reference, in float64 where there is room; integers are equal or not."""
-    want = op.reference(**({k: widened(v) for k, v in given.items()} if wide else given))
+def error(op: Op[..., Any], given: Inputs, out: object) -> float:
+    """Error against the reference in float64; integers are equal or not."""
+    want = op.reference(**{name: widened(value) for name, value in given.items()})
     worst = 0.0
     for got, expected in zip(tensors_of(out), tensors_of(want), strict=True):
         compare = relative_error if got.is_floating_point() else unequal
@@ -130,16 +97,7 @@ def error(op: Op[..., Any], wide: bool, given: Inputs, out: object) -> float:
     return worst
 
 
-def row(
-    op: Op[..., Any],
-    shape: dict[str, int | str],
-    make: Maker,
-    floor_bytes: int,
-    *,
-    flops: int = 0,
-    wide: bool = True,
-    tolerance: float = 4e-3,
-) -> Row:
+def row(op: Op[..., Any], shape: dict[str, int | str], make: Maker, floor_bytes: int) -> Row:
     """One op; the tolerance is that of one bfloat16 rounding."""
     return Row(
         op=op.reference.__name__,
@@ -147,35 +105,18 @@ def row(
         make=make,
         ours=op,
         reference=op.reference,
-        error=partial(error, op, wide),
-        tolerance=tolerance,
+        error=partial(error, op),
+        tolerance=4e-3,
         floor_bytes=floor_bytes,
-        floor_flops=flops,
     )
 
 
 def rows() -> list[Row]:
     """Every op that no other module measures."""
     t, pairs, streams = {"T": TOKENS}, TOKENS * TOP, TOKENS * STREAMS * DIM * 2
-    heads = TOKENS * HEADS * WIDTH * 2
-    weights = EXPERTS // 6 * FF * DIM * 2
-    grouped = pairs * (DIM + FF) * 2 + weights
-    product = 2 * pairs * DIM * FF
     dims = {**t, "d": DIM}
     return [
-        row(ops.rms_norm, dims, norm_inputs, 4 * TOKENS * DIM),
-        row(ops.rotate, {**t, "heads": HEADS}, rotate_inputs, 2 * heads, wide=False),
-        row(ops.clamped_swiglu, {"pairs": pairs, "f": FF}, swiglu_inputs, 6 * pairs * FF),
-        row(ops.take_pairs, dims, take_inputs, 2 * DIM * (TOKENS + pairs)),
         row(ops.combine, dims, combine_inputs, DIM * (2 * pairs + 4 * TOKENS)),
-        row(
-            ops.grouped_linear,
-            {"pairs": pairs, "experts": EXPERTS // 6},
-            grouped_inputs,
-            grouped,
-            flops=product,
-            wide=False,
-        ),
         row(ops.mix_streams, dims, stream_inputs, streams + 2 * TOKENS * DIM),
         row(ops.engram_gate, dims, gate_inputs, 2 * streams),
         row(ops.add_gated, dims, gated_inputs, 2 * streams + 2 * TOKENS * DIM),
