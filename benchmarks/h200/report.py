@@ -142,6 +142,6 @@ def draw(path: Path = PICTURE) -> bool:
     axes.grid(axis="x", alpha=0.3)
     axes.legend(fontsize=8, loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=70)
     plt.close(figure)
     return True

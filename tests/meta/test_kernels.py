@@ -21,7 +21,6 @@ WITHOUT_KERNEL = {
     "linear_reverse_kl",
     "pixel_unshuffle",
     "pool_group",
-    "predict_mix",
     "quantized_linear",
     "residual",
     "rotate_halves",
