@@ -36,7 +36,7 @@ CHOICES = {  # us of DeepSelect on bf16 scores, where it was measured
     (256, 131072): None,
 }
 DECODED = (
-    "Triton cannot read 68-byte rows by more than a word, and moves the unpacked keys through shared "
+    "Triton cannot read 68-byte rows by more than a word, and moves unpacked keys through shared "
     "memory: 145 us (178 with keys as the second operand). CUDA C++ with bulk copies and "
     "mma.m16n8k16: 63 us at two programs an SM, 59 at six; at three a second wave of 4 programs "
     "made 79, since mended and not measured again. A warp takes 1660 cycles for 16 rows, of which "
@@ -44,15 +44,15 @@ DECODED = (
 )
 CHOSEN = (
     "The Triton kernels of this run took 16 to 32 values a thread and a reduction of the block for "
-    "each halving; chunks of 8192 were faster than 16,384. CUDA C++ (top_k.cu) has since taken their "
-    "place, and is not measured yet."
+    "each halving; chunks of 8192 were faster than 16,384. CUDA C++ (top_k.cu) has since taken "
+    "their place, and is not measured yet."
 )
 TRIED: dict[str, str] = {
     **{f"packed_index_scores T={t} L={n}": DECODED for t, n in DECODE if t > 1},
     **{f"select_top_k T={t} L={n}": CHOSEN for (t, n), goal in CHOICES.items() if goal},
     "packed_index_choice T=8192 L=131072": (
-        "10.7 of 23.5 ms were the Triton choice (335 us per 256 queries), which CUDA C++ has since "
-        "replaced; tiles of 128 keys by 4 or 8 queries were no faster than 64 by 8 (24.1 to 26.2 ms)."
+        "10.7 of 23.5 ms were the Triton choice (335 us per 256 queries), which CUDA C++ has "
+        "replaced since; tiles of 128 keys by 4 or 8 queries were no faster than 64 by 8 (24.1 to 26.2 ms)."
     ),
 }
 
