@@ -52,7 +52,8 @@ TRIED: dict[str, str] = {
     **{f"select_top_k T={t} L={n}": CHOSEN for (t, n), goal in CHOICES.items() if goal},
     "packed_index_choice T=8192 L=131072": (
         "10.7 of 23.5 ms were the Triton choice (335 us per 256 queries), which CUDA C++ has "
-        "replaced since; tiles of 128 keys by 4 or 8 queries were no faster than 64 by 8 (24.1 to 26.2 ms)."
+        "replaced since; tiles of 128 keys by 4 or 8 queries were no faster than 64 by 8: 24.1 to "
+        "26.2 ms."
     ),
 }
 
