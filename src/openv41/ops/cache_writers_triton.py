@@ -150,12 +150,11 @@ def _e4m3(x, ON_GPU: tl.constexpr):
 @no_type_check
 def _e2m1(size, sign):
     """Code and value of the nearest E2M1 number, ties to even; ``sign`` is a bit 31."""
-    size = tl.minimum(size, 6.0)  # a NaN too
     power = tl.maximum(_value(_bits(size) & INFINITY), 1.0)  # of two, at or below the size
     add = power * ROUND_HALF
-    total = size + add  # its low bits count halves of the power, its exponent is that of the power
-    code = (_bits(total) >> 22) - 299 + (_bits(total) & 7)
-    return code | ((sign >> 28) & 8), _value(_bits(total - add) | sign)
+    value = (size + add) - add
+    code = tl.maximum((_bits(value) >> 22) - 252, (value > 0).to(tl.int32))
+    return (code & 7) | ((sign >> 28) & 8), _value(_bits(value) | sign)
 
 
 @triton.jit
@@ -194,7 +193,7 @@ def _main_kv_scale(amax, ON_GPU: tl.constexpr):
 @no_type_check
 def _quotient(size, scale, inverse, ON_GPU: tl.constexpr):
     """The quotient, correctly rounded, as the inverse of the scale is."""
-    if ON_GPU:  # one correction; an infinite size gives NaN, which saturates as well
+    if ON_GPU:  # one correction; neither operand is near the ends of the range
         guess = size * inverse
         quotient = tl.fma(tl.fma(-guess, scale, size), inverse, guess)
     else:
@@ -207,7 +206,8 @@ def _quotient(size, scale, inverse, ON_GPU: tl.constexpr):
 def _main_kv(x, scale, inverse, ON_GPU: tl.constexpr):
     """Code and value of elements of main KV, which saturates."""
     bits = _bits(x)
-    quotient = _quotient(_value(bits & 0x7FFFFFFF), scale, inverse, ON_GPU)
+    size = tl.minimum(_value(bits & 0x7FFFFFFF), 3.0e38)
+    quotient = tl.minimum(_quotient(size, scale, inverse, ON_GPU), 6.0)
     return _e2m1(quotient, bits & -0x80000000)
 
 
