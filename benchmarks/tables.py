@@ -211,6 +211,7 @@ PAGES = {
     },
     "dspark.md": {
         "dspark_profile_demo_cpu": partial(dspark_profile, "demo_cpu"),
+        "dspark_speed_demo_cpu": partial(dspark_speed, "demo_cpu"),
         "dspark_replay_demo_cpu": partial(dspark_replay, "demo_cpu"),
         "scheduling": scheduling,
     },
