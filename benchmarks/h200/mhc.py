@@ -15,25 +15,27 @@ DIM, STREAMS = 5120, 4
 CONSTANTS = {"steps": 20, "eps": 1e-6, "norm_eps": 1e-20}
 TRIED = {
     "mega_mhc T=8192 d=5120 n=4": (
-        "CUDA C++ in one launch, 652 us; Triton 822 us in two launches and 1149 us in one. The CUDA "
-        "kernel executes about 1,300 instructions per 512 numbers of each stream, 115 us at full "
-        "rate, and its blocks wait for the other 39 slices of their tile with only 16 warps on a "
-        "processor. Next: blocks that keep a slice through all tiles and normalise the tile before, "
-        "loads of the next chunk in flight meanwhile, coefficients in a launch of their own."
+        "CUDA C++ in one launch, 652 us; Triton 822 us in two launches and 1149 us in one. The "
+        "CUDA kernel executes about 1,300 instructions per 512 numbers of each stream, 115 us "
+        "at full rate, and its blocks wait for the other 39 slices of their tile with only 16 "
+        "warps on a processor. Next: blocks that keep a slice through all tiles and normalise "
+        "the tile before, loads of the next chunk in flight meanwhile, coefficients in a launch"
+        " of their own."
     ),
     "mega_mhc T=1 d=5120 n=4": (
         "Triton in one launch 20.2 us and in two 19.3 us, in tiles of 16 tokens and 64 numbers "
-        "19.6 us: most of it is the 39 divisions, which every warp repeats, and the exchange of "
-        "layouts. The CUDA kernel in its place was checked but not timed."
+        "19.6 us: most of it is the 39 divisions, which every warp repeats, and the exchange of"
+        " layouts. The CUDA kernel in its place was checked but not timed."
     ),
     "mega_mhc T=64 d=5120 n=4": (
-        "Triton 33.8 us, in tiles of 16 tokens and 64 numbers 25.9 us; the CUDA kernel in its place "
-        "was checked but not timed."
+        "Triton 33.8 us, in tiles of 16 tokens and 64 numbers 25.9 us; the CUDA kernel in its "
+        "place was checked but not timed."
     ),
     "mega_mhc T=8192 d=5120 n=4 pass=forward+backward": (
-        "Not timed: the first form of the coefficients' gradient, with its 39 divisions unrolled, "
-        "took minutes to compile. It now takes seconds; the gradients of the streams are in CUDA C++ "
-        "since, whose results were checked against float64 on a CPU, thread by thread."
+        "Not timed: the first form of the coefficients' gradient, with its 39 divisions "
+        "unrolled, took minutes to compile. It now takes seconds; the gradients of the streams "
+        "are in CUDA C++ since, whose source was checked against float64 on a CPU, thread by "
+        "thread."
     ),
 }
 CUTS = {  # in Triton: tokens, width, chunks, warps, stages, whether in one launch

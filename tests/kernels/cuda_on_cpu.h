@@ -1,0 +1,76 @@
+// CUDA C++ on a CPU, for tests: a thread per CUDA thread; those of a warp meet at barriers.
+#pragma once
+
+#include <barrier>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <thread>
+#include <type_traits>
+#include <vector>
+#include <memory>
+#include <algorithm>
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+struct uint4 { uint32_t x, y, z, w; };
+struct float4 { float x, y, z, w; };
+struct float2 { float x, y; };
+struct dim3 { unsigned x = 1, y = 1, z = 1; };
+inline uint4 make_uint4(uint32_t a, uint32_t b, uint32_t c, uint32_t d) { return {a, b, c, d}; }
+inline float2 make_float2(float a, float b) { return {a, b}; }
+inline thread_local dim3 threadIdx, blockIdx; inline dim3 gridDim;
+template <class T> T __ldg(const T *p) { return *p; }
+inline float __uint_as_float(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
+inline uint32_t as_uint(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
+struct Block {
+  explicit Block(int n) : all(n) { for (int i = 0; i < n / 32; ++i) warps.push_back(std::make_unique<std::barrier<>>(32)); slots.resize(n); }
+  std::barrier<> all; std::vector<std::unique_ptr<std::barrier<>>> warps;
+  struct Slot { uint32_t v[16]; }; std::vector<Slot> slots;
+};
+inline Block *block; alignas(16) inline char emulated_memory[1 << 20];
+inline void __syncthreads() { block->all.arrive_and_wait(); }
+inline void warp_sync() { block->warps[threadIdx.x / 32]->arrive_and_wait(); }
+inline float __shfl_xor_sync(unsigned, float v, int mask) {
+  block->slots[threadIdx.x].v[0] = as_uint(v); warp_sync();
+  float r = __uint_as_float(block->slots[threadIdx.x ^ mask].v[0]); warp_sync(); return r;
+}
+inline uint32_t bf16(float f) { uint32_t u = as_uint(f); return (u + 0x7fff + ((u >> 16) & 1)) >> 16; }
+inline uint32_t emulated_pack(float a, float b) { return bf16(a) | bf16(b) << 16; }
+inline float emulated_half(uint32_t u, int i) { return __uint_as_float(i ? u & 0xffff0000u : u << 16); }
+// m16n8k16: registers as in the PTX manual
+inline void emulated_multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  auto &mine = block->slots[threadIdx.x]; mine.v[0] = a0; mine.v[1] = a1; mine.v[2] = a2; mine.v[3] = a3; mine.v[4] = b0; mine.v[5] = b1;
+  warp_sync();
+  int lane = threadIdx.x % 32, base = threadIdx.x - lane, g = lane / 4, q = lane % 4;
+  for (int i = 0; i < 4; ++i) {
+    int row = g + (i >= 2 ? 8 : 0), col = 2 * q + (i & 1); double sum = d[i];
+    for (int k = 0; k < 16; ++k) {
+      int kk = k % 8; // column pair inside a half
+      auto &as = block->slots[base + (row % 8) * 4 + kk / 2]; auto &bs = block->slots[base + col * 4 + kk / 2];
+      float a = emulated_half(as.v[(row >= 8 ? 1 : 0) + (k >= 8 ? 2 : 0)], kk & 1), b = emulated_half(bs.v[4 + (k >= 8)], kk & 1);
+      sum += double(a) * b;
+    }
+    d[i] = float(sum);
+  }
+  warp_sync();
+}
+
+// A block after the other, each of so many threads.
+template <class F> void run_blocks(unsigned threads, F run) {
+  for (unsigned y = 0; y < gridDim.y; ++y)
+    for (unsigned x = 0; x < gridDim.x; ++x) {
+      Block one(threads);
+      block = &one;
+      std::vector<std::thread> all;
+      for (unsigned i = 0; i < threads; ++i)
+        all.emplace_back([=] {
+          threadIdx = {i};
+          blockIdx = {x, y, 0};
+          run();
+        });
+      for (auto &thread : all) thread.join();
+    }
+}
