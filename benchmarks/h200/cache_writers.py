@@ -15,9 +15,9 @@ KINDS = {  # as released: format, channels, bytes of a stored row
 }
 PAIRS = 32  # rotated, of channels
 _SIZES = (
-    "rounding to FP8 and bfloat16 in hardware and quotients by a corrected reciprocal made of 19.4, "
-    "18.5 and 11.2 us 14.3, 15.3 and 9.4; one warp for 512 elements took 11.8, 13.9 and 8.0 in that "
-    "run, and is the default since. What is left is arithmetic on each element"
+    "rounding to FP8 and bfloat16 in hardware and quotients by a corrected reciprocal made of "
+    "19.4, 18.5 and 11.2 us 14.3, 15.3 and 9.4; one warp for 512 elements took 11.8, 13.9 and 8.0 "
+    "in that run, and is the default since. What is left is arithmetic on each element"
 )
 TRIED: dict[str, str] = {f"write_latents kind={kind} T=8192": _SIZES for kind in KINDS}
 
