@@ -1,21 +1,26 @@
 """Every number of the demo in one place. The schedule counts tokens, never seconds."""
 
 PRESET = "tiny"
-VOCABULARY = 1024
+VOCABULARY = 2048
 SEED = 1
 
-TOKENS = 505_856  # of pre-training, a tenth more follow; a quarter of them belong to images
+TOKENS = 505_856  # of pre-training, a tenth more follow; a sixteenth of them belong to images
 STAGES = "pretrain,posttrain,dspark"
 TRAINING = {  # openv41 train ... --set key=value
     "sequence_length": 128,
     "batch_tokens": 2048,
-    "image_share": 0.25,
-    "warmup_tokens": 40_000,
+    "image_share": 0.0625,
+    "warmup_tokens": 20_000,
     "decay": "linear",
     "cpu_threads": 1,
+    "heldout_tokens": 8192,
+    "pretrain.final_lr_factor": 0.1,  # where post-training goes on
+    "posttrain.bounded_replay": "off",  # it would learn from half of the text
     # For 300 short steps of a tiny model; see docs/training.md.
     "optimizer.token_update": "adamw",
-    "optimizer.lr": 1e-2,
+    "optimizer.lr": 1.4e-2,
+    "optimizer.momentum": 0.8,
+    "optimizer.weight_decay": 0.0,
     "optimizer.token_lr_factor": 2.0,
     "optimizer.engram_table_lr_factor": 2.0,
     "optimizer.vision_lr_factor": 1.0,
@@ -29,7 +34,6 @@ TRAINING = {  # openv41 train ... --set key=value
     "dspark.warmup_tokens": 4096,
     "dspark.draft.anchors": 32,
     "dspark.optimizer.lr": 3e-2,
-    "dspark.heldout_tokens": 8192,
 }
 
 HELDOUT_DIGITS = 360  # the last of 1,797

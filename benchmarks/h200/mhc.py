@@ -35,7 +35,7 @@ TRIED = {
         "Not timed: the first form of the coefficients' gradient, with its 39 divisions "
         "unrolled, took minutes to compile. It now takes seconds; the gradients of the streams "
         "are in CUDA C++ since, whose source was checked against float64 on a CPU, thread by "
-        "thread."
+        "thread. Training keeps the reference until they have run on a GPU."
     ),
 }
 CUTS = {  # in Triton: tokens, width, chunks, warps, stages, whether in one launch
