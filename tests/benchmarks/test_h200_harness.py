@@ -164,6 +164,8 @@ def test_after_a_fault_the_rest_runs_in_a_new_process(tmp_path, monkeypatch):
         raise SystemExit
 
     monkeypatch.setattr(harness.os, "execv", execute)
+    main = SimpleNamespace(__spec__=SimpleNamespace(name="benchmarks.run"))
+    monkeypatch.setitem(harness.sys.modules, "__main__", main)
     options = harness.parser("test").parse_args([f"--out={tmp_path}"])
     options.peers = None
     monkeypatch.setattr(

@@ -111,7 +111,7 @@ def test_posttraining_on_conversations(tmp_path):
     options = ["--sft", str(sft), "--set", "posttrain.tokens=64"]
     result = invoke(data, tmp_path / "run", *options)
     assert result.exit_code == 2
-    assert "--sft is for the stage posttrain; add it to --stages" in result.stderr
+    assert "--sft is for posttrain and dspark; add one to --stages" in result.stderr
     result = invoke(data, tmp_path / "run", *options, "--stages", "pretrain,posttrain")
     assert result.exit_code == 0, result.stderr
     assert "posttrain 4/4  loss" in result.stderr
@@ -204,8 +204,9 @@ def test_starting_points_that_do_not_work(base, data, tmp_path):
     assert "name either a preset or, with --from, a checkpoint" in result.stderr
     result = CliRunner().invoke(app, ["train", "--data", str(data), "--out", str(out)])
     assert "name either a preset or, with --from, a checkpoint" in result.stderr
-    result = go_on(base, data, out, "--set", "model.moe.top_k=1", "--images", str(data))
+    result = go_on(base, data, out, "--set", "model.moe.top_k=1")
     assert "model.moe.top_k follows from the checkpoint" in result.stderr
+    result = go_on(base, data, out, "--images", str(data))
     assert "checkpoint has no vision encoder; leave out --images" in result.stderr
     result = go_on(
         base, data, out, "--stages", "pretrain,posttrain", "--set", "posttrain.lora.rank=2"

@@ -189,7 +189,8 @@ def test_a_choice_of_tools_or_an_answer(compiler, tokenizer):
     constraint = rules(compiler, content=compiler.lark(text, "calls"))
     kinds = set()
     for seed in range(40):
-        message = said(tokenizer, drawn(constraint, seed), "content")
+        likely = [(marker, 3.0)] if seed % 2 else ()
+        message = said(tokenizer, drawn(constraint, seed, likely=likely), "content")
         kinds |= {call.name for call in message.tool_calls} or {
             json.dumps(json.loads(message.content))
         }

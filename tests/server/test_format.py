@@ -148,7 +148,8 @@ def test_an_image_over_http_is_that_of_the_engine(engine, server, client):
 
 
 def test_reasoning_is_told_apart(server, client):
-    options = {"max_tokens": 24, "logit_bias": biased(server, thinks=True), "seed": 3}
+    bias = biased(server, thinks=True) | {str(special(server, THINK_END)): 5}
+    options = {"max_tokens": 24, "logit_bias": bias, "seed": 3}
     answer = ask(client, **options)
     message, calls, finish = taken_apart(answer.choices[0])
     assert message["reasoning_content"]
@@ -314,7 +315,7 @@ def test_formats_are_kept(server, client, thinks):
         message, calls, finish = taken_apart(choice)
         assert (calls, finish) == ([], "stop")
         jsonschema_rs.validate(WEATHER, json.loads(message["content"]))
-    assert len({choice.message.content for choice in choices}) == len(choices)
+    assert len({choice.message.content for choice in choices}) > 1
     assert whole_of(ask(client, stream=True, **options)) == taken_apart(choices[0])
 
 

@@ -270,23 +270,23 @@ def _write_latents(
     CODES: tl.constexpr = C if FORM == 0 else C // 2
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, C)
-    inside = (t < T)[:, None]  # [ROWS, 1]
+    inside = (t < T)[:, None]
     at = latents + t[:, None] * latent_stride + column[None]
-    loaded = tl.load(at, mask=inside, other=0.0)  # [ROWS, C]
+    loaded = tl.load(at, mask=inside, other=0.0)
     place = tl.load(places + t, mask=t < T, other=-1).to(tl.int64)
-    pair = tl.arange(0, BLOCKS)[:, None] * HALF + tl.arange(0, HALF)[None, :]  # [BLOCKS, HALF]
-    turn = pair[None] - (C // 2 - PAIRS)  # [1, BLOCKS, HALF]
+    pair = tl.arange(0, BLOCKS)[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    turn = pair[None] - (C // 2 - PAIRS)
     turned = (t < T)[:, None, None] & (turn >= 0)
     angle = turns + (t[:, None, None] * PAIRS + turn) * 2
     real = tl.load(angle, mask=turned, other=1.0)
     imaginary = tl.load(angle + 1, mask=turned, other=0.0)
 
     wide = tl.reshape(loaded.to(tl.float32), (ROWS, BLOCKS, HALF, 2))
-    even, odd = tl.split(wide)  # [ROWS, BLOCKS, HALF]
+    even, odd = tl.split(wide)
     if HAS_NORM:
         scales = tl.load(weight + column).to(tl.float32)
         scale_even, scale_odd = tl.split(tl.reshape(scales, (BLOCKS, HALF, 2)))
-        squares = tl.sum(tl.sum(even * even + odd * odd, axis=2), axis=1)  # [ROWS]
+        squares = tl.sum(tl.sum(even * even + odd * odd, axis=2), axis=1)
         inverse = tl.div_rn(1.0, tl.sqrt_rn(squares * (1.0 / C) + eps))[:, None, None]
         even = _as(even * inverse * scale_even[None], IS_BF16, ON_GPU)
         odd = _as(odd * inverse * scale_odd[None], IS_BF16, ON_GPU)

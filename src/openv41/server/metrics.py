@@ -110,7 +110,7 @@ class _EngineCollector(Collector):
 
 
 def _family(
-    figure: Figure, value: float | tuple[float, ...]
+    figure: Figure, value: int | float | tuple[float, ...]
 ) -> CounterMetricFamily | GaugeMetricFamily:
     family = CounterMetricFamily if figure.kind == "counter" else GaugeMetricFamily
     name = f"openv41_{figure.name}"
