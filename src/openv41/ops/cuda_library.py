@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import torch
 from torch.utils.cpp_extension import CUDA_HOME
+
+logger = logging.getLogger(__name__)
 
 CACHE = Path.home() / ".cache" / "openv41" / "cuda"
 FLAGS = ("-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC")
@@ -35,7 +38,10 @@ def load(source: str) -> ctypes.CDLL | None:
         return None
     try:
         return ctypes.CDLL(str(build(compiler, Path(__file__).with_name(source))))
-    except (OSError, subprocess.CalledProcessError):
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", None) or b""
+        about = said.decode(errors="replace")[-2000:] or error
+        logger.warning("%s does not compile here, Triton runs instead: %s", source, about)
         return None
 
 
