@@ -54,6 +54,9 @@ def build(compiler: str, source: Path) -> Path:
         handle, made = tempfile.mkstemp(suffix=".so", dir=CACHE)
         os.close(handle)
         command = [compiler, *FLAGS, ARCHITECTURE, "-o", made, str(source)]
-        subprocess.run(command, check=True, capture_output=True)
-        Path(made).replace(target)
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+            Path(made).replace(target)
+        finally:
+            Path(made).unlink(missing_ok=True)
     return target
