@@ -49,7 +49,7 @@ def test_the_command_finishes_what_runs_and_exits_with_0(checkpoint):
             line = child.stderr.readline()
             assert line.startswith("tiny is served at http://127.0.0.1:"), line
             url = line.split()[-1].removesuffix("/v1")
-            reader = Streaming(url, prompt="To be", ignore_eos=True, max_tokens=80)
+            reader = Streaming(url, prompt="To be", ignore_eos=True, max_tokens=240)
             reader.begin()
             child.send_signal(signal.SIGTERM)
             with httpx.Client(base_url=url, trust_env=False) as client:

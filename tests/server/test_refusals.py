@@ -12,6 +12,7 @@ import pytest
 
 from openv41.errors import ConfigError
 from openv41.server.limits import Limits
+from openv41.server.run import listen
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -334,6 +335,33 @@ def test_slow_bodies(start):
         assert answer.status == 408
         assert json.loads(answer.read())["error"]["code"] == "body_timeout"
         answer.close()
+
+
+def test_who_is_refused_is_read_to_its_end_or_for_a_bounded_time(start):
+    """A socket that is closed with unread bytes resets, and may take our words from the client."""
+    server = start(api_key="secret")
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
+    waited = []
+    for later in (b"123456789", b""):
+        with socket.create_connection(server.url.removeprefix("http://").split(":"), 5) as line:
+            began = time.monotonic()
+            line.sendall(head)
+            time.sleep(0.1)
+            line.sendall(later)
+            answer = http.client.HTTPResponse(line)
+            answer.begin()
+            waited.append(time.monotonic() - began)
+            assert answer.status == 401
+            assert json.loads(answer.read())["error"]["code"] == "invalid_api_key"
+            answer.close()
+    assert 0.1 < waited[0] < 1.0 <= waited[1]
+
+
+def test_small_pieces_leave_at_once():
+    with listen("127.0.0.1", 0) as sock, socket.create_connection(sock.getsockname()):
+        served, _ = sock.accept()
+        with served:
+            assert served.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_full_queue(start):

@@ -6,6 +6,7 @@ It sees the end of every request, and so counts them.
 import asyncio
 import hmac
 import time
+from contextlib import suppress
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,6 +18,7 @@ from openv41.server.metrics import OUTCOME, Metrics
 
 GUARDED = "/v1"
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/models")
+DISCARD_SECONDS = 1.0  # for the body of a request that is refused
 
 
 class Guard:
@@ -53,8 +55,13 @@ class Guard:
             self._metrics.count(_endpoint(scope["path"]), outcome, time.monotonic() - since)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
         try:
-            self._admit(Headers(scope=scope))
+            self._check_length(headers)
+            refusal = self._refusal(headers)
+            if refusal is not None:
+                await self._discard(receive)
+                raise refusal
             with self._lifecycle.work():
                 body = await self._read(receive)
                 if body is not None:
@@ -62,21 +69,33 @@ class Guard:
         except ApiError as error:
             await error_response(error, {"Connection": "close"})(scope, receive, send)
 
-    def _admit(self, headers: Headers) -> None:
-        if self._lifecycle.is_draining:
-            raise ApiError(503, "the server is stopping; try another one", code="draining")
-        if self._authorization is not None:
-            given = headers.get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(given, self._authorization):
-                raise ApiError(
-                    401,
-                    "no valid API key; send it as 'Authorization: Bearer KEY'",
-                    code="invalid_api_key",
-                )
+    def _check_length(self, headers: Headers) -> None:
         announced = headers.get("content-length", "0")
         digits = announced[:18]  # the rest of a longer number does not matter: it is too large
         if announced.isdecimal() and int(digits) > 2 * self._limits.max_body_bytes:
             raise self._too_large()
+
+    def _refusal(self, headers: Headers) -> ApiError | None:
+        if self._lifecycle.is_draining:
+            return ApiError(503, "the server is stopping; try another one", code="draining")
+        if self._authorization is None:
+            return None
+        given = headers.get("authorization", "").encode("latin-1")
+        if hmac.compare_digest(given, self._authorization):
+            return None
+        return ApiError(
+            401, "no valid API key; send it as 'Authorization: Bearer KEY'", code="invalid_api_key"
+        )
+
+    async def _discard(self, receive: Receive) -> None:
+        """Read what a refused client still sends; a reset would take our answer from it."""
+        size, more = 0, True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(min(DISCARD_SECONDS, self._limits.body_seconds)):
+                while more and size <= 2 * self._limits.max_body_bytes:
+                    message = await receive()
+                    size += len(message.get("body", b""))
+                    more = message.get("more_body", False)
 
     async def _read(self, receive: Receive) -> bytes | None:
         """Read the body; None for a client that left."""
