@@ -1,12 +1,34 @@
 """The command line's own behaviour: errors, exit codes, output streams."""
 
+import inspect
+import json
+import subprocess
+import sys
+
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from openv41.cli.device import resolve_device
 from openv41.cli.main import Commands, app
+from openv41.cli.on_demand import OnDemand
 from openv41.errors import InputError
+
+NEEDS_NO_TORCH = (
+    ["--help"],
+    ["--version"],
+    ["where", "2.2"],
+    ["plan", "--help"],
+    ["data", "prepare", "--help"],
+    ["tokenizer", "train", "--help"],
+)
+PROBE = """
+import json, sys
+from openv41.cli.main import app
+for words in json.loads(sys.argv[1]):
+    app(words, standalone_mode=False)
+    print(words, sorted({"torch", "numpy"} & set(sys.modules)), file=sys.stderr)
+"""
 
 
 def run(*args):
@@ -83,3 +105,40 @@ def test_where_names_the_known_sections(section):
     result = run("where", section)
     assert result.exit_code == 2
     assert f"no section '{section}' here; known are 2.1, 2.1.1" in result.stderr
+
+
+def commands(group=None):
+    for command in (group or typer.main.get_command(app)).commands.values():
+        if isinstance(command, OnDemand):
+            yield command
+        else:
+            yield from commands(command)
+
+
+def test_what_a_list_says_of_a_command_is_what_the_command_says():
+    found = list(commands())
+    assert len(found) > 20
+    for command in found:
+        loaded = command.load()
+        first, _, _ = inspect.cleandoc(loaded.help).partition("\n\n")
+        assert command.help == first.replace("\n", " ")
+        assert command.name == loaded.name
+
+
+def test_nothing_heavy_is_imported_before_it_is_needed():
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, json.dumps(NEEDS_NO_TORCH)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(NEEDS_NO_TORCH)
+    assert [line for line in lines if "torch" in line.rpartition("[")[2]] == []
+    assert lines[0].endswith(" []")
+    assert lines[1].endswith(" []")
+
+
+def test_a_command_that_is_not_there():
+    assert "Did you mean 'plan'?" in run("pla").stderr
+    assert "Did you mean 'prepare'?" in run("data", "prepar").stderr

@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from openv41.cli.main import app
 from openv41.io import released_tokenizer
-from openv41.io.engram_map import compress_vocabulary
+from openv41.io.token_classes import compress_vocabulary
 from openv41.io.tokenizer import load_tokenizer
 
 

@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, decoders, models
 
 from openv41.errors import DataError
 from openv41.io import engram_map
-from openv41.io.engram_map import CACHE_FILE, compress_vocabulary, map_sha256, token_map_for
+from openv41.io.engram_map import CACHE_FILE, token_map_for
+from openv41.io.token_classes import compress_vocabulary, map_sha256
 from openv41.presets import tiny, with_vocabulary
 
 

@@ -12,7 +12,6 @@ from tokenizers import Tokenizer
 from openv41.errors import InputError
 from openv41.io.checkpoint import load_model
 from openv41.io.compare import compare_tensors
-from openv41.io.engram_map import compress_vocabulary
 from openv41.io.fixture import (
     FixtureOptions,
     draw_inputs,
@@ -22,6 +21,7 @@ from openv41.io.fixture import (
 )
 from openv41.io.hf_config import read_config, read_variant
 from openv41.io.tensor_files import read_metadata, read_tensors
+from openv41.io.token_classes import compress_vocabulary
 from openv41.io.trace import run_case
 from openv41.io.trace_inputs import Inputs
 from tests.close import assert_close

@@ -8,7 +8,7 @@ from tokenizers import AddedToken
 
 from openv41.io.checkpoint import save_model
 from openv41.io.checkpoint_writer import read_companions
-from openv41.io.engram_map import compress_vocabulary
+from openv41.io.token_classes import compress_vocabulary
 from openv41.io.tokenizer import TextTokenizer, train_tokenizer
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.model.init import init_weights

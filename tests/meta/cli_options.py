@@ -5,6 +5,7 @@ from pathlib import Path
 import typer
 
 from openv41.cli.main import app
+from openv41.cli.on_demand import OnDemand
 
 PINNED = Path(__file__).parent / "cli_options.txt"
 
@@ -16,6 +17,8 @@ def current_options():
 
 
 def _lines(command, path):
+    if isinstance(command, OnDemand):
+        command = command.load()
     for parameter in command.params:
         names = " ".join([*parameter.opts, *parameter.secondary_opts])
         yield f"{path} {parameter.param_type_name} {names}"

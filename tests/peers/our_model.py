@@ -12,8 +12,8 @@ from openv41.engine.request import Request
 from openv41.engine.sampler import SamplingConfig
 from openv41.engine.scheduler import ScheduleConfig
 from openv41.io.checkpoint import load_model
-from openv41.io.engram_map import compress_vocabulary
 from openv41.io.hf_config import read_config
+from openv41.io.token_classes import compress_vocabulary
 from openv41.io.tokenizer import load_tokenizer
 from openv41.layers.batch import Batch
 from openv41.layers.probe import Probe

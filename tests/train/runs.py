@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import torch
 
-from openv41.io.engram_map import compress_vocabulary, token_map_for
+from openv41.io.engram_map import token_map_for
+from openv41.io.token_classes import compress_vocabulary
 from openv41.io.tokenizer import load_tokenizer
 from openv41.ngram_hash_constants import num_embeddings
 from openv41.presets import with_vocabulary

@@ -31,13 +31,11 @@ from openv41.errors import InputError
 from openv41.io.hf_config import read_config
 from openv41.io.tokenizer import load_tokenizer
 
-dspark_app = typer.Typer(no_args_is_help=True, help="Calibrate and profile a drafter.")
 Checkpoint = Annotated[Path, typer.Argument(help="Folder of the checkpoint.", show_default=False)]
 Rounding = Annotated[Numerics | None, typer.Option(help="Where to round; else as it is stored.")]
 Device = Annotated[str, typer.Option(help="Where to run, such as cpu or cuda.")]
 
 
-@dspark_app.command("calibrate")
 def calibrate_command(
     checkpoint: Checkpoint,
     *,
@@ -75,7 +73,6 @@ def calibrate_command(
         show_line(str(picture))
 
 
-@dspark_app.command("profile")
 def profile_command(
     checkpoint: Checkpoint,
     *,

@@ -12,15 +12,7 @@ from openv41.io.checkpoint import load_model
 from openv41.io.inspect_image import inspect_image
 from openv41.io.tokenizer import load_tokenizer
 
-inspect_app = typer.Typer(no_args_is_help=True, help="Draw what a model does.")
 
-
-@inspect_app.callback()
-def _root() -> None:
-    pass
-
-
-@inspect_app.command("image")
 def image(
     file: Annotated[Path, typer.Argument(help="Image file.", show_default=False)],
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder.", show_default=False)],

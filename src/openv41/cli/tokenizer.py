@@ -6,14 +6,11 @@ from typing import Annotated
 import typer
 
 from openv41.cli.ui import note, show_line
-from openv41.io.engram_map import compress_vocabulary
 from openv41.io.released_tokenizer import PACKAGE, VERSION, fetch_released
+from openv41.io.token_classes import compress_vocabulary
 from openv41.io.tokenizer import TextTokenizer, train_tokenizer
 
-tokenizer_app = typer.Typer(no_args_is_help=True, help="Make a tokenizer.")
 
-
-@tokenizer_app.command("train")
 def train(
     files: Annotated[list[Path], typer.Argument(help="UTF-8 text files to learn from.")],
     vocab_size: Annotated[int, typer.Option(help="Tokens, the special ones included.")],
@@ -30,7 +27,6 @@ def train(
     _show(tokenizer, out)
 
 
-@tokenizer_app.command("fetch-released")
 def fetch(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write.")],
 ) -> None:

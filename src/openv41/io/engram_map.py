@@ -1,77 +1,28 @@
-"""Token map of the n-gram memory: which tokens count as the same word. Report §2.4.2.
-
-Tokens that differ only by case, accents or blanks share one class, so that n-grams are counted over
-words rather than spellings. The rule runs on the ``tokenizers`` library throughout, since the map
-depends on that library's Unicode tables.
-"""
+"""Token map of a checkpoint's n-gram memory, kept beside the tokenizer. Report §2.4.2."""
 
 import hashlib
 import json
 import logging
 from pathlib import Path
 
-import numpy as np
 import tokenizers
 import torch
 from jaxtyping import Int
-from tokenizers import Regex, Tokenizer, normalizers
 from torch import Tensor
 
 from openv41.config import ModelConfig
 from openv41.errors import DataError
 from openv41.io.atomic import write_atomic
+from openv41.io.released_tokenizer import RELEASED_TOKENIZER_SHA256
+from openv41.io.token_classes import compress_vocabulary, map_sha256
 from openv41.io.tokenizer import TOKENIZER_FILE, load_tokenizer
 
 CACHE_FILE = "openv41_token_map.json"
-RELEASED_TOKENIZER_SHA256 = "c90dfa01249db1be4245780a052ede752e1361c612ac6d08e2bdada7d599476b"
 RELEASED_NUM_CLASSES = 99092
 # Of the map as little-endian int32, with tokenizers 0.23.3.
 RELEASED_MAP_SHA256 = "c60a86322ec17b4142bfef3c57a8d81fb428550cdf487f88a4320cb59fe46481"
 
-_REPLACEMENT = "\ufffd"  # in a decoded token: its bytes are no complete character
-_KEPT_BLANK = "\ue000"  # private use: stands for a lone blank while the others are stripped
-
 logger = logging.getLogger(__name__)
-
-
-def _normalizer() -> normalizers.Normalizer:
-    return normalizers.Sequence(
-        [
-            normalizers.NFKC(),
-            normalizers.NFD(),
-            normalizers.StripAccents(),
-            normalizers.Lowercase(),
-            normalizers.Replace(Regex(r"[ \t\r\n]+"), " "),
-            normalizers.Replace(Regex(r"^ $"), _KEPT_BLANK),
-            normalizers.Strip(),
-            normalizers.Replace(_KEPT_BLANK, " "),
-        ]
-    )
-
-
-def compress_vocabulary(tokenizer: Tokenizer) -> list[int]:
-    """Class of every token id, numbered in the order of first appearance. Report §2.4.2.
-
-    Byte fragments (no complete character) are told apart by their raw token string; all other
-    tokens by their normalised text, or the text itself where nothing is left of it.
-    """
-    size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
-    texts = tokenizer.decode_batch([[i] for i in range(size)], skip_special_tokens=False)
-    normalize = _normalizer().normalize_str
-    classes: dict[str, int] = {}
-    token_map = []
-    for token_id, text in enumerate(texts):
-        if _REPLACEMENT in text:
-            key = tokenizer.id_to_token(token_id) or text
-        else:
-            key = normalize(text) or text
-        token_map.append(classes.setdefault(key, len(classes)))
-    return token_map
-
-
-def map_sha256(token_map: list[int]) -> str:
-    """Hash of a token map, as little-endian int32."""
-    return hashlib.sha256(np.asarray(token_map, dtype="<i4").tobytes()).hexdigest()
 
 
 def token_map_for(folder: Path, config: ModelConfig) -> Int[Tensor, " V"]:

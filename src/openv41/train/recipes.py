@@ -9,8 +9,9 @@ from torch import Tensor
 
 from openv41.config import ModelConfig
 from openv41.errors import ConfigError, DataError
-from openv41.io.engram_map import compress_vocabulary, token_map_for
+from openv41.io.engram_map import token_map_for
 from openv41.io.hf_config import read_config
+from openv41.io.token_classes import compress_vocabulary
 from openv41.io.tokenizer import TextTokenizer, load_tokenizer
 from openv41.ngram_hash_constants import table_rows
 from openv41.presets import preset, with_drafter, with_vocabulary
