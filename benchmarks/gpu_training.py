@@ -27,7 +27,7 @@ from openv41.presets import preset
 from openv41.train.config import NUMERICS_OF, OptimizerConfig, TrainConfig
 from openv41.train.optimizer import Optimizers
 from openv41.train.packed_batch import PackedBatch
-from openv41.train.parallel import distribute
+from openv41.train.placement import distribute
 from openv41.train.processes import Processes, join
 from openv41.train.recipes import NO_TOKEN
 from openv41.train.step import train_step

@@ -13,7 +13,7 @@ from openv41.train.config import OptimizerConfig, TrainConfig
 from openv41.train.evaluate import HeldOutImages
 from openv41.train.optimizer import Optimizers
 from openv41.train.packed_batch import PackedBatch
-from openv41.train.parallel import distribute
+from openv41.train.placement import distribute
 from openv41.train.processes import join
 from openv41.train.sample_encoder import EncodedSample
 from openv41.train.sample_shards import SampleShards

@@ -19,8 +19,8 @@ from openv41.train.contrastive import (
 from openv41.train.contrastive_step import contrastive_step
 from openv41.train.optimizer import Optimizers
 from openv41.train.packed_batch import PackedBatch
-from openv41.train.parallel import distribute
 from openv41.train.parameter_rules import CONTRASTIVE_RULES, RULES, pattern_of
+from openv41.train.placement import distribute
 from openv41.train.step import DivergedError
 from tests.close import assert_close
 from tests.layers.mini import VISION, VOCAB

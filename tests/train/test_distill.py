@@ -16,7 +16,7 @@ from openv41.train.distill import Teachers, TeacherSpec, open_teachers, parse_te
 from openv41.train.loop import Trainer
 from openv41.train.optimizer import Optimizers
 from openv41.train.packed_batch import PackedBatch
-from openv41.train.parallel import distribute
+from openv41.train.placement import distribute
 from openv41.train.sample_shards import SampleShards
 from openv41.train.step import Sums, next_tokens, train_step
 from openv41.train.token_shards import prepare_shards

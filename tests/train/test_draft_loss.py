@@ -14,7 +14,7 @@ from openv41.train.draft_loss import DraftSums, Slots, draw_anchors, mean_length
 from openv41.train.draft_step import draft_step
 from openv41.train.optimizer import Optimizers
 from openv41.train.packed_batch import PackedBatch
-from openv41.train.parallel import distribute
+from openv41.train.placement import distribute
 from openv41.train.step import train_step
 from tests.close import assert_close
 from tests.layers.mini import random_ids

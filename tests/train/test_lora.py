@@ -25,8 +25,8 @@ from openv41.train.lora import (
     updates,
 )
 from openv41.train.optimizer import Optimizers
-from openv41.train.parallel import distribute
 from openv41.train.parameter_rules import is_adapter, pattern_of
+from openv41.train.placement import distribute
 from openv41.train.token_shards import prepare_shards
 from tests.close import assert_close
 from tests.layers.mini import mini_config, mini_model, random_ids

@@ -13,7 +13,7 @@ from openv41.train.data import EvaluationWindow
 from openv41.train.evaluate import window_losses
 from openv41.train.optimizer import Optimizers
 from openv41.train.packed_batch import PackedBatch
-from openv41.train.parallel import distribute
+from openv41.train.placement import distribute
 from openv41.train.step import Sums, train_step, weighted
 from tests.layers.mini import mini_model, random_ids
 from tests.train.runs import short_config

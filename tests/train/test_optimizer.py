@@ -10,8 +10,8 @@ from openv41.presets import tiny
 from openv41.train.config import OptimizerConfig
 from openv41.train.muon import Muon
 from openv41.train.optimizer import Optimizers, choose_rule
-from openv41.train.parallel import distribute
 from openv41.train.parameter_rules import rule_of
+from openv41.train.placement import distribute
 from tests.layers.mini import mini_model
 
 

@@ -10,7 +10,7 @@ from openv41.model.prefill import ReplayVariant, replay_bounds
 from openv41.train.config import TrainConfig
 from openv41.train.optimizer import Optimizers
 from openv41.train.packed_batch import PackedBatch
-from openv41.train.parallel import distribute
+from openv41.train.placement import distribute
 from openv41.train.replay_simulation import prompt_lengths, simulate_replay, warn_without_cut
 from openv41.train.step import Sums, train_step
 from tests.layers.mini import mini_config, mini_model, random_ids

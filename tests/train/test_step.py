@@ -12,7 +12,7 @@ from openv41.train import step as step_module
 from openv41.train.config import OptimizerConfig, TrainConfig
 from openv41.train.optimizer import Optimizers
 from openv41.train.packed_batch import PackedBatch
-from openv41.train.parallel import distribute
+from openv41.train.placement import distribute
 from openv41.train.step import DivergedError, next_tokens, train_step
 from tests.layers.mini import mini_model, random_ids
 

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,17 +23,13 @@ from torch import Tensor
 
 from openv41.errors import CheckpointError
 from openv41.io.atomic import atomic_path
+from openv41.train.checkpoint_folder import FOLDER_SUFFIX, check_folder, parameter_of
 from openv41.train.optimizer import Optimizers
-from openv41.train.parallel import Placed
+from openv41.train.placement import Placed
 from openv41.train.processes import ALONE, Processes
-from openv41.train.sharded_checkpoint import (
-    FOLDER_SUFFIX,
-    ShardedWriter,
-    as_distributed,
-    check_folder,
-    parameter_of,
-    read_folder,
-)
+
+if TYPE_CHECKING:
+    from openv41.train.sharded_checkpoint import ShardedWriter
 
 FOLDER = "resume"
 KEPT = 2
@@ -61,7 +57,11 @@ class Checkpoints:
 
     def __init__(self, folder: Path, processes: Processes = ALONE) -> None:
         self.folder, self.processes = folder / FOLDER, processes
-        self._writer = ShardedWriter(processes)
+        self._writer: ShardedWriter | None = None
+        if processes.size > 1:
+            from openv41.train import sharded_checkpoint  # noqa: PLC0415 -- slow
+
+            self._writer = sharded_checkpoint.ShardedWriter(processes)
 
     def save(self, optimizer: Optimizers, step: int, description: Description) -> None:
         """Write the state before ``step`` and remove all but the newest.
@@ -73,22 +73,24 @@ class Checkpoints:
         path = self.folder / f"step-{step:09}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if self.processes.size == 1:
+            if self._writer is None:
                 _write(path.with_suffix(SUFFIX), tensors, about)
                 self._tidy()
             else:
                 self.finish()
-                self._writer.begin(path, as_distributed(tensors, optimizer.placement), about)
+                self._writer.begin(path, tensors, optimizer.placement, about)
         except (OSError, SafetensorError) as error:
             raise _failed(path, error) from None
 
     def poll(self) -> None:
         """Let a checkpoint count that every process has written in the meantime."""
-        if self._writer.is_written():
+        if self._writer is not None and self._writer.is_written():
             self.finish()
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written."""
+        if self._writer is None:
+            return
         try:
             if self._writer.finish() and self.processes.is_first:
                 self._tidy()
@@ -122,6 +124,8 @@ class Checkpoints:
 def restore(state: State, optimizer: Optimizers) -> None:
     """Put a state into a model and optimizers that were made from the same description."""
     if state.path.is_dir():
+        from openv41.train.sharded_checkpoint import read_folder  # noqa: PLC0415 -- slow
+
         tensors = read_folder(state.path, optimizer)
     else:
         placed = {p.name: p for p in optimizer.placement.parameters}

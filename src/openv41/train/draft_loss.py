@@ -29,7 +29,7 @@ from openv41.ops.precision import widened
 from openv41.train.config import TrainConfig
 from openv41.train.packed_batch import PackedBatch
 from openv41.train.packing import mix
-from openv41.train.parallel import whole_value
+from openv41.train.placement import whole_value
 from openv41.train.processes import Processes
 
 EPSILON = 1e-6  # beside the sum of all weights

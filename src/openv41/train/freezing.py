@@ -6,8 +6,8 @@ another part (see train/parameter_rules.py).
 
 from openv41.train.config import TrainConfig
 from openv41.train.optimizer import Optimizers
-from openv41.train.parallel import Placement
 from openv41.train.parameter_rules import Part, is_drafter
+from openv41.train.placement import Placement
 from openv41.train.schedule import decays
 
 FROZEN: Part = "vision encoder"

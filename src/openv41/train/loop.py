@@ -51,7 +51,7 @@ from openv41.train.metrics import LOG_FILE, RunLog, Sink, StepRecord
 from openv41.train.mixes import check_mixes
 from openv41.train.optimizer import Optimizers
 from openv41.train.packed_batch import PackedBatch
-from openv41.train.parallel import ExpertPlacement, distribute
+from openv41.train.placement import ExpertPlacement, distribute
 from openv41.train.processes import ALONE, Processes
 from openv41.train.sample_batches import PairBatches, SampleBatches
 from openv41.train.sample_shards import SampleShards

@@ -12,7 +12,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from openv41.train.config import OptimizerConfig
 from openv41.train.muon import Muon, Shared
-from openv41.train.parallel import Placed, Placement
 from openv41.train.parameter_rules import (
     Part,
     Rule,
@@ -21,6 +20,7 @@ from openv41.train.parameter_rules import (
     num_blocks,
     rule_of,
 )
+from openv41.train.placement import Placed, Placement
 from openv41.train.sinkhorn_update import SinkhornBalanced
 
 NS_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -1,15 +1,15 @@
-"""Where the parameters of a run are: all placement of many processes in one file. Report §2.5.
+"""How several processes share the parameters of a run: all of it in one file. Report §2.5.
 
-Layers know nothing of it. With several processes every layer, the embedding and the head are
-sharded by FSDP2, by rows; rows of n-gram tables have an owner that looks them up for all; experts
-are sharded as the rest, or whole experts have an owner that tokens travel to. The vision encoder,
-the drafter and the routing biases are the same in every process. A gradient is the sum over all
-processes: each has divided its losses by what all of them count.
+Layers know nothing of it. Every layer, the embedding and the head are sharded by FSDP2, by rows;
+rows of n-gram tables have an owner that looks them up for all; experts are sharded as the rest, or
+whole experts have an owner that tokens travel to. The vision encoder, the drafter and the routing
+biases are the same in every process. A gradient is the sum over all processes: each has divided its
+losses by what all of them count. A run of one process does not import this file.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -24,98 +24,44 @@ from openv41.errors import ConfigError
 from openv41.layers.experts import MixtureOfExperts, RoutedExperts
 from openv41.layers.quantized_linear import QuantizedTable
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
-from openv41.train.contrastive import ContrastiveModel
-from openv41.train.processes import ALONE, Processes
-
-ExpertPlacement = Literal["sharded", "parallel"]
-StageModel = CausalEncoderDecoder | ContrastiveModel
+from openv41.train.placement import ExpertPlacement, Placed, Placement, StageModel
+from openv41.train.processes import Processes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Placed:
-    """A parameter of the model as one process holds it."""
-
-    name: str
-    parameter: nn.Parameter  # of the module
-    local: nn.Parameter  # the rows that this process updates, in the same memory
-    shape: torch.Size  # of the whole
-    first: int = 0  # row of the whole that ``local`` begins with
-    is_split: bool = False  # other processes hold the other rows
+class ShardedParameter(Placed):
+    """A parameter that FSDP2 has cut by rows."""
 
     def take_gradient(self) -> None:
         """Give ``local`` the gradient that the last backward pass left in the module."""
-        if self.local is self.parameter:
-            if self.is_split and self.local.grad is None:  # no row was asked for
-                self.local.grad = torch.zeros_like(self.local)
-            return
         gradient = self.parameter.grad
         assert gradient is None or isinstance(gradient, DTensor), f"{self.name}: {gradient}"
         self.local.grad = None if gradient is None else gradient.to_local()
 
-    def own_rows(self, whole: Tensor) -> Tensor:
-        """Rows of a whole tensor that this process holds."""
-        return whole[self.first : self.first + len(self.local)] if self.is_split else whole
-
-    def as_distributed(self, local: Tensor, mesh: DeviceMesh | None) -> Tensor:
-        """A tensor of own rows as a part of the whole one, such as a buffer of an optimizer."""
-        if mesh is None or not self.is_split:
-            return local
-        stride = torch.empty(self.shape, device="meta").stride()
-        return DTensor.from_local(
-            local, mesh, [Shard(0)], run_check=False, shape=self.shape, stride=stride
-        )
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placement:
-    """All parameters of a model, and the processes that share them."""
+class SharedPlacement(Placement):
+    """All parameters of a model that several processes share."""
 
-    config: ModelConfig
-    processes: Processes
-    parameters: tuple[Placed, ...]
-    mesh: DeviceMesh | None = None  # of one dimension; None for one process
+    mesh: DeviceMesh  # of one dimension
 
     def whole(self, placed: Placed) -> Tensor:
         """A parameter with the rows of all processes, which must all ask for it."""
-        tensor = placed.as_distributed(placed.local.detach(), self.mesh)
+        tensor = self.as_distributed(placed, placed.local.detach())
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def sum_copies(self) -> None:
-        """Add up the gradients of parameters that every process holds whole."""
-        copies = [p.local for p in self.parameters if not p.is_split and p.local.requires_grad]
-        if self.processes.size == 1 or not copies:
-            return
-        device = copies[0].device
-        used = torch.tensor([p.grad is not None for p in copies], device=device).int()
-        self.processes.max_(used)
-        for parameter, is_used in zip(copies, used.tolist(), strict=True):
-            if is_used:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                self.processes.sum_(parameter.grad)
-
-
-def whole_value(parameter: nn.Parameter) -> Tensor:
-    """A parameter with the rows of all processes, without a gradient; all must ask for it."""
-    value = parameter.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def distribute(
-    model: StageModel,
-    processes: Processes = ALONE,
-    experts: ExpertPlacement = "sharded",
-) -> Placement:
-    """Distribute a model that every process has made with the same values.
-
-    Raises ConfigError for a mix that cannot be: see ``check_placement``.
-    """
-    if processes.size == 1:
-        whole = tuple(
-            Placed(name=name, parameter=p, local=p, shape=p.shape)
-            for name, p in model.named_parameters()
+    def as_distributed(self, placed: Placed, local: Tensor) -> Tensor:
+        """A tensor of own rows as a part of the whole one, such as a buffer of an optimizer."""
+        if not placed.is_split:
+            return local
+        stride = torch.empty(placed.shape, device="meta").stride()
+        return DTensor.from_local(
+            local, self.mesh, [Shard(0)], run_check=False, shape=placed.shape, stride=stride
         )
-        return Placement(model.config, processes, whole)
+
+
+def share(model: StageModel, processes: Processes, experts: ExpertPlacement) -> Placement:
+    """Distribute a model among several processes: see ``distribute``."""
     check_placement(model.config, processes, experts)
     assert isinstance(model, CausalEncoderDecoder), "stages of the encoder run in one process"
     shapes = {name: p.shape for name, p in model.named_parameters()}
@@ -130,7 +76,7 @@ def distribute(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     placed = (_placed(n, p, shapes[n], processes, owned) for n, p in model.named_parameters())
-    return Placement(model.config, processes, tuple(placed), mesh)
+    return SharedPlacement(model.config, processes, tuple(placed), mesh)
 
 
 def check_placement(model: ModelConfig, processes: Processes, experts: ExpertPlacement) -> None:
@@ -251,7 +197,7 @@ def _placed(
     if not isinstance(parameter, DTensor):
         return Placed(name=name, parameter=parameter, local=parameter, shape=shape)
     local = nn.Parameter(parameter.to_local().detach())
-    return Placed(
+    return ShardedParameter(
         name=name, parameter=parameter, local=local, shape=shape, first=first, is_split=True
     )
 

@@ -1,14 +1,11 @@
 """Checkpoints that several processes write together, by torch's DCP. Report §2.5.
 
-A folder holds the files of DCP and ``about.json``: the next step, a description of the run, and
-the size and checksum of every file. It has its name only once all is written. Any number of
-processes reads it, each its own rows.
+A folder has its name only once all is written. Any number of processes reads it, each its own rows.
 """
 
 import json
 import shutil
 import warnings
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,17 +20,15 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from openv41.io.atomic import sync_folder, write_atomic
+from openv41.train.checkpoint_folder import ABOUT, FOLDER_SUFFIX, parameter_of, summary_of
 from openv41.train.optimizer import Optimizers
-from openv41.train.parallel import Placed, Placement
+from openv41.train.placement import Placed, Placement
 from openv41.train.processes import Processes
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-FOLDER_SUFFIX = ".dcp"
-ABOUT = "about.json"
 R = TypeVar("R")
-CHUNK = 1 << 24  # bytes that are checked at a time
 
 
 class ShardedWriter:
@@ -44,13 +39,20 @@ class ShardedWriter:
         self._group: Any = None  # apart from that of the steps, which go on meanwhile
         self._pending: tuple[Future[Any], Path, Mapping[str, Any]] | None = None
 
-    def begin(self, path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-        """Copy the tensors and start to write them; all processes must call it."""
+    def begin(
+        self,
+        path: Path,
+        tensors: Mapping[str, Tensor],
+        placement: Placement,
+        about: Mapping[str, Any],
+    ) -> None:
+        """Copy the values of ``state_tensors`` and start to write; all processes must call it."""
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
         half = path.with_name(f".{path.name}.tmp")
         self._together(lambda: self._clear(half))
-        future: Any = async_save(dict(tensors), checkpoint_id=half, process_group=self._group)
+        parts = as_distributed(tensors, placement)
+        future: Any = async_save(parts, checkpoint_id=half, process_group=self._group)
         self._pending = future, path.with_suffix(FOLDER_SUFFIX), about
 
     def _clear(self, half: Path) -> None:
@@ -86,7 +88,7 @@ class ShardedWriter:
         half = path.with_name(f".{path.stem}.tmp")
         own = [*half.glob(f"__{self.processes.rank}_*")]
         own += [half / ".metadata"] if self.processes.is_first else []
-        return {file.name: _summary(file) for file in own}
+        return {file.name: summary_of(file) for file in own}
 
     def _name(
         self, path: Path, about: Mapping[str, Any], summaries: list[dict[str, list[int]]]
@@ -125,17 +127,8 @@ def as_distributed(tensors: Mapping[str, Tensor], placement: Placement) -> dict[
     for key, value in tensors.items():
         of = placed.get(parameter_of(key))
         is_part = of is not None and value.shape == of.local.shape
-        made[key] = of.as_distributed(value, placement.mesh) if of and is_part else value
+        made[key] = placement.as_distributed(of, value) if of and is_part else value
     return made
-
-
-def check_folder(path: Path) -> dict[str, Any]:
-    """What a folder says about itself; ValueError if a file is another than it was."""
-    about: dict[str, Any] = json.loads((path / ABOUT).read_bytes())
-    for name, summary in about.pop("files").items():
-        if _summary(path / name) != summary:
-            raise ValueError(f"the size or checksum of {name} is another")
-    return about
 
 
 def read_folder(path: Path, optimizer: Optimizers) -> dict[str, Tensor]:
@@ -161,18 +154,3 @@ def _room(about: TensorStorageMetadata, placed: Placed | None) -> Tensor:
     shape = placed.local.shape if placed is not None and is_part else about.size
     device = placed.local.device if placed is not None and is_part else "cpu"
     return torch.zeros(shape, dtype=about.properties.dtype, device=device)
-
-
-def parameter_of(key: str) -> str:
-    """Parameter that a value of ``state_tensors`` belongs to."""
-    kind, _, rest = key.partition(".")
-    return rest if kind == "model" else rest.rpartition(".")[0]
-
-
-def _summary(file: Path) -> list[int]:
-    """Size and checksum of a file."""
-    size = checksum = 0
-    with file.open("rb") as stream:
-        while chunk := stream.read(CHUNK):
-            size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
-    return [size, checksum]

@@ -13,7 +13,7 @@ from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.model.init import init_weights
 from openv41.train.contrastive import ContrastiveModel
 from openv41.train.lora import adapt
-from openv41.train.parallel import StageModel
+from openv41.train.placement import StageModel
 from openv41.train.replay_simulation import warn_without_cut
 from openv41.train.stages import Stage
 

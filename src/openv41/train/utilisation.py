@@ -6,7 +6,7 @@ from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.model.training_flops import PASSES, TrainingFlops, block_flops, encoder_flops
 from openv41.train.contrastive import Pairs
 from openv41.train.packed_batch import PackedBatch
-from openv41.train.parallel import StageModel
+from openv41.train.placement import StageModel
 
 # Dense bfloat16 products per second and device, by a part of its name; the first that fits counts.
 PEAK_FLOPS = {
