@@ -37,13 +37,15 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Check shapes in every test but those of whole programs, which it makes four times as slow.
+    """Check shapes in every test but those of whole programs, which it makes three times as slow.
 
-    There it is for tests marked ``shapes``. A hook, because it must come before all fixtures.
+    There, and in files marked ``unchecked``, it is for tests marked ``shapes``. A hook, because it
+    must come before all fixtures.
     """
     whole = item.path.relative_to(REPOSITORY / "tests").parts[0] in WHOLE_PROGRAMS
-    unchecked = whole and not item.get_closest_marker("shapes")
-    jaxtyping_config.update("jaxtyping_disable", unchecked)
+    unchecked = whole or item.get_closest_marker("unchecked")
+    checked = not unchecked or item.get_closest_marker("shapes")
+    jaxtyping_config.update("jaxtyping_disable", not checked)
 
 
 def _must_have_golden(config):

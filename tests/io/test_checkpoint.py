@@ -24,6 +24,8 @@ from openv41.model.init import init_weights
 from tests.io import checkpoint_tools as tools
 from tests.oracles import formats
 
+pytestmark = pytest.mark.unchecked
+
 REPOSITORY = Path(__file__).parents[2]
 sets = pytest.mark.parametrize("letter", ["A", "B"])
 
@@ -179,6 +181,7 @@ def test_plain_and_back_keeps_every_value(golden, letter, variant, tmp_path):
     )
 
 
+@pytest.mark.shapes
 @pytest.mark.golden
 def test_saving_equals_converting(golden, tmp_path):
     folder = golden("B")

@@ -9,6 +9,8 @@ import pytest
 
 from tests.io import checkpoint_tools as tools
 
+pytestmark = pytest.mark.unchecked
+
 REPOSITORY = Path(__file__).parents[2]
 
 LOADER = """

@@ -26,6 +26,8 @@ from openv41.io.trace import run_case
 from openv41.io.trace_inputs import Inputs
 from tests.close import assert_close
 
+pytestmark = [pytest.mark.unchecked, pytest.mark.xdist_group("fixture")]  # built once
+
 SMALL = FixtureOptions(seed=5, vocab_size=64, hidden_size=32, num_experts=2, outputs=False)
 
 
@@ -120,6 +122,7 @@ def test_same_options_give_the_same_bytes_whatever_the_global_generator(tmp_path
     assert len(first) > 12
 
 
+@pytest.mark.shapes
 def test_another_seed_gives_other_weights_and_tokens(tmp_path):
     make_fixture(tmp_path / "a", SMALL)
     make_fixture(tmp_path / "b", replace(SMALL, seed=6))

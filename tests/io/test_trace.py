@@ -16,6 +16,8 @@ from openv41.io.trace_inputs import Inputs
 from openv41.io.trace_values import margin_of
 from openv41.layers.batch import Batch
 
+pytestmark = pytest.mark.unchecked
+
 OPTIONS = FixtureOptions(
     seed=3, vocab_size=64, hidden_size=32, num_experts=2, length=64, outputs=False
 )
@@ -190,6 +192,7 @@ def test_a_file_that_is_no_safetensors_is_named(tmp_path):
         Inputs.read(tmp_path / "absent")
 
 
+@pytest.mark.shapes
 def test_an_image_trace_is_the_model_itself(released, inputs):
     model, images = released[0], inputs.images
     trace = run_case(model, inputs, "image", "released")

@@ -7,6 +7,8 @@ from openv41.layers.batch import Batch
 from openv41.layers.probe import Probe
 from tests.layers.mini import IMAGE_TOKEN, mini_model, random_ids
 
+pytestmark = pytest.mark.unchecked
+
 
 def batch(model):
     ids = random_ids(15)

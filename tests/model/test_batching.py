@@ -8,6 +8,8 @@ from openv41.layers.batch import Batch
 from tests.layers.mini import random_ids
 from tests.model.mini import Session, all_arms, alone, arm_model, arms, assert_same
 
+pytestmark = pytest.mark.unchecked
+
 LENGTHS = (1, 2, 3, 4, 5, 8, 15)  # around the window of 4, odd and even
 DOCUMENTS = {request: random_ids(length, seed=request) for request, length in enumerate(LENGTHS)}
 
@@ -53,6 +55,7 @@ def test_order_in_the_batch_does_not_matter(other):
     assert_same(first.everything(0), last.everything(0), torch.float32, bitwise=True)
 
 
+@pytest.mark.shapes
 def test_gradients_of_packed_documents_add_up():
     model = arm_model(torch.float64, False)
     documents = [DOCUMENTS[2], DOCUMENTS[5], DOCUMENTS[4]]

@@ -20,6 +20,8 @@ from openv41.model.prefill import (
 from tests.close import assert_close
 from tests.layers.mini import mini_config, mini_model, random_ids, run_oracle
 
+pytestmark = pytest.mark.unchecked
+
 WINDOW, CUT = 4, 5  # of the mini model
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-4}
 variants = pytest.mark.parametrize("variant", list(ReplayVariant))
@@ -149,6 +151,7 @@ def test_windows_by_hand():
     ]  # fmt: skip
 
 
+@pytest.mark.shapes
 @variants
 def test_gradients_are_equal_with_recomputation(variant):
     lengths, prompts = (13, 1, 30), (9, 1, 17)

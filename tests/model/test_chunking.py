@@ -7,6 +7,8 @@ from openv41.layers.batch import Batch
 from tests.layers.mini import random_ids
 from tests.model.mini import Session, all_arms, alone, arm_model, arms, assert_same
 
+pytestmark = pytest.mark.unchecked
+
 LENGTH = 15  # crosses the window of 4 three times; ends in a half-full group and partial block
 IDS = random_ids(LENGTH, seed=1)
 

@@ -11,6 +11,8 @@ from openv41.ops import quantize
 from tests.layers.mini import random_ids
 from tests.model.mini import Session, alone, arm_model, assert_same
 
+pytestmark = pytest.mark.unchecked
+
 MOST = 66
 
 

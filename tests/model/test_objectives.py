@@ -17,6 +17,8 @@ from tests.oracles import attention as attention_oracle
 from tests.oracles import experts as experts_oracle
 from tests.oracles import indexer as indexer_oracle
 
+pytestmark = pytest.mark.unchecked
+
 LENGTHS = (9, 1, 12)  # above and below window, top-k and pool
 DOCUMENTS = [random_ids(length, seed=request) for request, length in enumerate(LENGTHS)]
 READERS = {2: (2, 3), 4: (4,), 5: (5, 6), 7: (7, 8)}  # of the mini model's selections
@@ -199,6 +201,7 @@ def test_directional_derivatives(kind, part):
     assert slope.item() == pytest.approx((values[0] - values[1]).item() / (2 * step), rel=1e-4)
 
 
+@pytest.mark.shapes
 def test_layers_that_run_again_in_the_backward_hand_in_once(monkeypatch):
     """Activation checkpointing changes neither losses nor gradients."""
     model = mini_model(27)

@@ -7,6 +7,8 @@ from openv41.layers.batch import Batch
 from tests.layers.mini import random_ids
 from tests.model.mini import Session, alone, arm_model, arms, assert_same
 
+pytestmark = pytest.mark.unchecked
+
 IDS = random_ids(15, seed=6)
 CHUNKS = {0: [1] * 5, 1: [4, 1, 3, 1], 2: [3]}
 

@@ -9,6 +9,8 @@ from openv41.layers.probe import CHOICES, Probe
 from tests.layers.mini import random_ids
 from tests.model.mini import Session, arm_model
 
+pytestmark = pytest.mark.unchecked
+
 LENGTH = 17
 IDS = random_ids(LENGTH, seed=5)
 
@@ -35,6 +37,7 @@ def test_what_is_recorded(model):
     assert len(choices) == model.config.num_layers + len(model.config.index_sources) + 1
 
 
+@pytest.mark.shapes
 def test_replay_gives_equal_logits(model):
     logits, choices = recorded(model)
     assert torch.equal(run(model, Probe.replaying(choices)), logits)

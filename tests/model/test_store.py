@@ -10,6 +10,8 @@ from openv41.model.cache import DenseStore
 from tests.layers.mini import random_ids
 from tests.model.mini import Session, alone, arm_model, assert_same, slots
 
+pytestmark = pytest.mark.unchecked
+
 LENGTH = 13
 IDS = random_ids(LENGTH, seed=2)
 
@@ -29,6 +31,7 @@ def test_truncate_and_redo_equals_fresh_at_every_position(poison):
         assert_same(session.everything(position), want, torch.float32, bitwise=True)
 
 
+@pytest.mark.shapes
 def test_rejected_drafts_leave_no_trace():
     """Speculation with an adversarial drafter: 0 to 5 accepted of 5, at both phases of a group."""
     model = arm_model(torch.float32, True)

@@ -23,6 +23,8 @@ from openv41.train.token_shards import prepare_shards
 from tests.layers.mini import VOCAB, mini_model, random_ids
 from tests.train.runs import changed, mini_run, read_log
 
+pytestmark = pytest.mark.unchecked
+
 LENGTHS = (7, 1, 12)
 CONFIG = TrainConfig(tokens=200, batch_tokens=20, sequence_length=20, warmup_tokens=0)
 ALONE = replace(CONFIG, balance_loss=0.0, indexer_loss=0.0)
@@ -128,6 +130,7 @@ def distilling(shards, teacher, out, weight=1.0, **changes):
     return replace(run, teachers=(TeacherSpec(teacher, weight),))
 
 
+@pytest.mark.shapes
 def test_a_run_comes_closer_to_its_teacher(shards, teacher, tmp_path):
     run = distilling(shards, teacher, tmp_path / "out")
     trainer = Trainer(run, resume=False)

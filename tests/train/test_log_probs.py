@@ -18,6 +18,8 @@ from tests.close import assert_close
 from tests.engine.mini_engine import arm, engine_of
 from tests.layers.mini import random_ids
 
+pytestmark = pytest.mark.unchecked
+
 PROMPTS = [random_ids(n, seed=n) for n in (13, 6, 21)]
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-4}
 
@@ -84,6 +86,7 @@ def test_they_are_those_of_the_engine(dtype, recompute, monkeypatch):
     assert [own[0].item() for own in got.split(list(batch.lengths))] == [0.0] * 3
 
 
+@pytest.mark.shapes
 def test_free_documents_beside_recorded_ones():
     model = arm(torch.float64, bitwise=False)
     answers = rollout(torch.float64)

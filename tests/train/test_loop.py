@@ -23,6 +23,8 @@ from openv41.train.step import DivergedError, next_tokens
 from openv41.train.token_shards import TokenShards, prepare_shards
 from tests.train.runs import changed, mini_run, read_log
 
+pytestmark = pytest.mark.unchecked
+
 
 @pytest.fixture(scope="module")
 def shards(text_files, text_tokenizer, tmp_path_factory):
@@ -90,6 +92,7 @@ def test_all_that_is_used_moves_and_the_indexer_only_by_its_loss(finished, shard
     assert other["balance_loss"] > 0
 
 
+@pytest.mark.shapes
 def test_training_learns(shards, tmp_path):
     run = mini_run(shards, tmp_path / "out", tokens=16 * 32, warmup_tokens=0)
     run = changed(run, optimizer=OptimizerConfig(lr=0.1), checkpoint_steps=1000)

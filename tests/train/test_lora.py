@@ -32,6 +32,8 @@ from tests.close import assert_close
 from tests.layers.mini import mini_config, mini_model, random_ids
 from tests.train.runs import changed, mini_run, read_log
 
+pytestmark = [pytest.mark.unchecked, pytest.mark.xdist_group("lora")]  # built once
+
 LENGTHS = (13, 1, 20)
 ALL = LoraConfig(rank=2, alpha=3.0, targets=("*",))
 
@@ -208,6 +210,7 @@ def test_only_the_adapter_moves(finished, base):
     assert groups == ["adapter: adamw without decay"]
 
 
+@pytest.mark.shapes
 def test_the_written_model_is_the_merged_one_in_every_format(finished, base, tmp_path):
     trained, folder = finished.model, finished.run.out / "checkpoint"
     ids = Batch.from_documents([random_ids(20)])

@@ -18,6 +18,8 @@ from openv41.train.step import Sums, train_step, weighted
 from tests.layers.mini import mini_model, random_ids
 from tests.train.runs import short_config
 
+pytestmark = pytest.mark.unchecked
+
 LENGTHS = (9, 12)
 CONFIG = TrainConfig(tokens=2100, batch_tokens=21, sequence_length=21, warmup_tokens=0)
 OFF = replace(CONFIG, indexer_loss=0.0, balance_loss=0.0)

@@ -24,7 +24,11 @@ from tests.train.shared_cases import CASES, run_case
 from tests.train.shared_runs import go_on
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("two processes")]
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.unchecked,
+    pytest.mark.xdist_group("two processes"),
+]
 
 
 def torchrun(*words, processes=2, options=()):

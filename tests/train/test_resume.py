@@ -24,6 +24,8 @@ from openv41.train.token_shards import prepare_shards
 from tests.conftest import REPOSITORY
 from tests.train.runs import changed, mini_run, read_log
 
+pytestmark = pytest.mark.unchecked
+
 CHILD = """
 import sys
 from pathlib import Path
@@ -76,6 +78,7 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(shards, tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.shapes
 def test_a_finished_run_is_written_again_and_not_trained(shards, tmp_path):
     run = mini_run(shards, tmp_path / "out", tokens=64)
     first = Trainer(run, resume=False)

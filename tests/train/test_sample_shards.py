@@ -24,6 +24,8 @@ from openv41.train.token_shards import prepare_shards
 from tests.train.image_runs import VISION, answer, picture, samples, seeing_run, talk
 from tests.train.runs import changed, read_log
 
+pytestmark = pytest.mark.unchecked
+
 
 @pytest.fixture(scope="module")
 def tokenizer(image_tokenizer):
@@ -194,6 +196,7 @@ def run(image_text, shards, tmp_path_factory):
     return seeing_run(image_text, shards, tmp_path_factory.mktemp("run") / "out")
 
 
+@pytest.mark.shapes
 def test_a_run_learns_from_both(run, tmp_path):
     trainer = Trainer(replace(run, out=tmp_path / "out"), resume=False)
     before = {n: p.clone() for n, p in trainer.model.named_parameters()}

@@ -15,6 +15,8 @@ from openv41.train.step import DivergedError
 from openv41.train.token_shards import prepare_shards
 from tests.train.runs import mini_run, read_log
 
+pytestmark = pytest.mark.unchecked
+
 
 def test_the_bound_by_hand():
     watch = SpikeWatch(steps=4, factor=3.0)
@@ -87,6 +89,7 @@ def test_noise_and_progress_are_no_spikes():
     assert watch.most < 4
 
 
+@pytest.mark.shapes
 def test_a_run_that_goes_on_remembers_the_losses_of_its_stage(shards, tmp_path):
     run = mini_run(shards, tmp_path / "out", **{**SETTINGS, "tokens": 96})
     first = Trainer(run, resume=False)

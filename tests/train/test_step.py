@@ -16,6 +16,8 @@ from openv41.train.placement import distribute
 from openv41.train.step import DivergedError, next_tokens, train_step
 from tests.layers.mini import mini_model, random_ids
 
+pytestmark = pytest.mark.unchecked
+
 LENGTHS = (7, 1, 12)
 CONFIG = TrainConfig(tokens=200, batch_tokens=20, sequence_length=20, warmup_tokens=0)
 
@@ -95,6 +97,7 @@ def test_parts_of_a_batch_give_the_step_of_the_whole():
     assert torch.equal(whole.layers[3].moe.gate.bias, parts.layers[3].moe.gate.bias)
 
 
+@pytest.mark.shapes
 def test_each_modality_has_its_own_loss(model):
     """Documents with an image are told apart, and both means make up that of all."""
     lengths = (7, 1, 12)

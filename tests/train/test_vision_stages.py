@@ -27,6 +27,8 @@ from tests.layers.mini import mini_config, random_ids, token_map
 from tests.train.image_runs import seeing_run
 from tests.train.runs import read_log
 
+pytestmark = [pytest.mark.unchecked, pytest.mark.xdist_group("vision stages")]  # built once
+
 NAMES = ("vision", "vision-lm", "pretrain")
 
 
@@ -68,6 +70,7 @@ def test_the_log_tells_the_stages_apart(finished):
     assert num_image_tokens(trainer.run.stages[:1]) == 192
 
 
+@pytest.mark.shapes
 def test_the_encoder_alone_goes_on(run, finished, tmp_path):
     """Each stage begins with the encoder of the one before it, and otherwise anew."""
     _, behind = finished
