@@ -42,6 +42,11 @@ def test_the_same_text_is_compiled_once(cache, tmp_path):
     source.write_text("two")
     assert cuda_library.build(nvcc, source) != first
     assert len(list(cache.iterdir())) == 2
+    tmp_path.joinpath("of_it.cuh").write_text("a header")
+    third = cuda_library.build(nvcc, source)
+    assert third != first
+    assert cuda_library.build(nvcc, source, source) != third
+    assert len(list(cache.iterdir())) == 4
 
 
 def test_build_raises_what_the_compiler_does(cache, tmp_path):

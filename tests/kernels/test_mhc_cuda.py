@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from openv41.ops import mhc_cuda
+from openv41.ops.cuda_library import FOLDER
 from tests.close import assert_close
 
 SHIM = Path(__file__).with_name("cuda_on_cpu.h")
@@ -51,7 +52,9 @@ def library(tmp_path_factory):
     if compiler is None:
         pytest.skip("there is no g++")
     folder = tmp_path_factory.mktemp("cuda")
-    code = for_the_cpu(mhc_cuda.SOURCES[1].read_text(), mhc_cuda.HEADER.read_text())
+    code = for_the_cpu(
+        (FOLDER / mhc_cuda.SOURCES[1]).read_text(), (FOLDER / "mhc_pairs.cuh").read_text()
+    )
     (folder / "source.cpp").write_text(code)
     words = [compiler, "-O1", "-std=c++20", "-shared", "-fPIC", "-pthread", "-w"]
     subprocess.run([*words, "source.cpp", "-o", "library.so"], cwd=folder, check=True)

@@ -16,7 +16,8 @@ from torch.utils.cpp_extension import CUDA_HOME
 logger = logging.getLogger(__name__)
 
 CACHE = Path.home() / ".cache" / "openv41" / "cuda"
-FLAGS = ("-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC")
+FOLDER = Path(__file__).parent
+FLAGS = ("-O3", "-std=c++17", "--expt-relaxed-constexpr", "-shared", "-Xcompiler", "-fPIC")
 ARCHITECTURE = "-gencode=arch=compute_90a,code=sm_90a"
 HOPPER = (9, 0)
 
@@ -29,31 +30,37 @@ def nvcc() -> str | None:
 
 
 @cache
-def load(source: str) -> ctypes.CDLL | None:
-    """The library made from a file beside this one; None off Hopper, or where it cannot be made."""
+def load(*sources: str) -> ctypes.CDLL | None:
+    """One library made from files beside this; None off Hopper, or where it cannot be made."""
     compiler = nvcc()
     if compiler is None or not torch.cuda.is_available():
         return None
     if torch.cuda.get_device_capability() != HOPPER:
         return None
     try:
-        return ctypes.CDLL(str(build(compiler, Path(__file__).with_name(source))))
+        return ctypes.CDLL(str(build(compiler, *(FOLDER / source for source in sources))))
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", None) or b""
         about = said.decode(errors="replace")[-2000:] or error
-        logger.warning("%s does not compile here, Triton runs instead: %s", source, about)
+        names = ", ".join(sources)
+        logger.warning("%s does not compile here, Triton runs instead: %s", names, about)
         return None
 
 
-def build(compiler: str, source: Path) -> Path:
-    """Compile a source unless the same text has been compiled; writers do not meet."""
-    text = source.read_bytes() + repr((compiler, FLAGS, ARCHITECTURE)).encode()
-    target = CACHE / f"{source.stem}-{hashlib.sha256(text).hexdigest()[:16]}.so"
+def build(compiler: str, *sources: Path) -> Path:
+    """Compile sources unless the same texts have been compiled; writers do not meet.
+
+    What a source includes lies beside it: a header that changes makes a new library.
+    """
+    headers = sorted({header for source in sources for header in source.parent.glob("*.cuh")})
+    text = b"".join(path.read_bytes() for path in (*sources, *headers))
+    text += repr((compiler, FLAGS, ARCHITECTURE)).encode()
+    target = CACHE / f"{sources[0].stem}-{hashlib.sha256(text).hexdigest()[:16]}.so"
     if not target.is_file():
         CACHE.mkdir(parents=True, exist_ok=True)
         handle, made = tempfile.mkstemp(suffix=".so", dir=CACHE)
         os.close(handle)
-        command = [compiler, *FLAGS, ARCHITECTURE, "-o", made, str(source)]
+        command = [compiler, *FLAGS, ARCHITECTURE, "-o", made, *map(str, sources)]
         try:
             subprocess.run(command, check=True, capture_output=True)
             Path(made).replace(target)

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from openv41.ops.precision import widened
 
-LOGITS_AT_ONCE = 1 << 22  # logits that are alive at a time: 16 MB
+LOGITS_AT_ONCE = 1 << 20  # logits that are alive at a time: 4 MB, which a cache holds
 LOGITS_ON_GPU = 1 << 26  # there a piece costs its launches
 
 # From some rows and their logits to each row's loss, and how to get its slope for the logits.

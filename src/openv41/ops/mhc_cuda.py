@@ -1,25 +1,17 @@
 """The streams between two blocks in CUDA C++, for the released number of streams. Report §2.4.1.
 
-The sources are compiled by nvcc when they are first needed, and kept in torch's folder of
-extensions. Numbers moved per token, of bf16: (2 N + 2) D forward, in one launch at any number of
+Numbers moved per token, of bf16: (2 N + 2) D forward, in one launch at any number of
 tokens; (3 N + 3) D in the gradients of the streams.
 """
 
 import ctypes
-import functools
-import hashlib
-import logging
-import warnings
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
+from openv41.ops.cuda_library import load
 
-FOLDER = Path(__file__).parent
-SOURCES = [FOLDER / name for name in ("mhc.cu", "mhc_backward.cu")]
-HEADER = FOLDER / "mhc_pairs.cuh"
+SOURCES = ("mhc.cu", "mhc_backward.cu")  # both include mhc_pairs.cuh
 STREAMS = 4
 FEW_TOKENS, FEW_WIDTH = 64, 64  # of one tile, of its slices; as in the source
 MANY_TOKENS, MANY_WIDTH = 128, 128
@@ -28,31 +20,9 @@ PART_WIDTH = 32
 MOST_SLICES = 128  # programs that wait for each other: all run at once
 
 
-@functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled source, or None where it cannot be compiled."""
-    from torch.utils import cpp_extension  # noqa: PLC0415 -- slow, and of no use without a compiler
-
-    if cpp_extension.CUDA_HOME is None:
-        return None
-    text = b"".join(path.read_bytes() for path in (*SOURCES, HEADER))
-    name = f"openv41_mhc_{hashlib.sha256(text).hexdigest()[:12]}"
-    folder = Path(cpp_extension.get_default_build_root()) / name
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of architectures that nobody named: it finds them
-            cpp_extension.load(
-                name,
-                [str(path) for path in SOURCES],
-                extra_cuda_cflags=["-O3", "-std=c++17"],
-                build_directory=str(folder),
-                is_python_module=False,
-            )
-        return ctypes.CDLL(str(folder / f"{name}.so"))
-    except (OSError, RuntimeError) as error:
-        logger.warning("the CUDA sources do not compile here, Triton runs instead: %s", error)
-        return None
+    """The compiled sources, or None where they cannot be compiled."""
+    return load(*SOURCES)
 
 
 def slices_of(tokens: int, dim: int) -> int:
@@ -71,7 +41,7 @@ def fits(x: Tensor, others: tuple[Tensor, ...]) -> bool:
         return False
     if any(t.data_ptr() % 16 for t in (x, *others)) or any(s % 8 for s in x.stride()[:2]):
         return False
-    return torch.cuda.get_device_capability(x.device) >= (8, 0) and library() is not None
+    return library() is not None
 
 
 def tiles_of(tokens: int) -> int:
