@@ -9,7 +9,8 @@ import torch
 
 from openv41.train import muon
 from openv41.train.checkpoint import state_tensors
-from openv41.train.config import OptimizerConfig, TrainConfig
+from openv41.train.config import DraftConfig, OptimizerConfig, TrainConfig
+from openv41.train.draft_step import draft_step
 from openv41.train.evaluate import HeldOutImages
 from openv41.train.optimizer import Optimizers
 from openv41.train.packed_batch import PackedBatch
@@ -20,6 +21,7 @@ from openv41.train.sample_shards import SampleShards
 from openv41.train.sharded_checkpoint import as_distributed
 from openv41.train.step import train_step
 from tests.layers.mini import mini_config, mini_model, random_ids
+from tests.model.drafting import drafting_model
 from tests.model.image_mini import GRIDS, VISION, image_ids
 
 LENGTHS = (5, 9, 1, 14, 3, 8)
@@ -36,10 +38,13 @@ class Case:
     adamw: bool = False
     images: bool = False
     lopsided: bool = False  # no token chooses the first half of the experts
+    drafts: str = ""  # a drafter learns "alone", or "beside" the model in the first step alone
     values_at_once: int = muon.VALUES_AT_ONCE
     lengths: tuple[int, ...] = LENGTHS
 
     def model(self):
+        if self.drafts:
+            return drafting_model(num_stages=1)
         config = mini_config()
         if self.experts == "parallel":  # five cannot be shared evenly
             config = replace(config, moe=replace(config.moe, num_experts=6))
@@ -64,7 +69,12 @@ class Case:
             balance_loss=0.1,
             indexer_loss=0.1,
             optimizer=OptimizerConfig(lr=0.01, **update),
+            draft=DraftConfig(weight=float(bool(self.drafts)), anchors=3, decay=2.0),
         )
+
+    def take(self, step):
+        is_beside = self.drafts == "beside" and step == 0
+        return draft_step if self.drafts and not is_beside else train_step
 
     def batch(self, step):
         ids = torch.tensor(random_ids(sum(self.lengths), seed=step))
@@ -94,7 +104,21 @@ CASES = {
     "idle experts": Case(experts="parallel", lopsided=True),
     "small chunks": Case(values_at_once=120),
     "one document": Case(lengths=(21,), recompute=True),
+    "drafter": Case(drafts="beside", micro_batch_tokens=20),
+    "blocks in one process": Case(drafts="alone", lengths=(21, 1)),
 }
+
+
+class Watched(Optimizers):
+    """Optimizers that keep the drafter's gradients of the last step."""
+
+    def take_gradients(self):
+        super().take_gradients()
+        self.taken = {
+            f"gradient of {placed.name}": placed.local.grad.clone()
+            for placed in self.placement.parameters
+            if placed.name.startswith("drafter.") and placed.local.grad is not None
+        }
 
 
 class Pictures(SampleShards):
@@ -126,13 +150,15 @@ def run_case(case, processes):
     placement = distribute(model, processes, case.experts)
     batches = [case.batch(step) for step in range(STEPS)]
     config = case.config(len(batches[0].ids))
-    optimizer = Optimizers(placement, config.optimizer)
+    optimizer = Watched(placement, config.optimizer)
     results = [
-        train_step(model, optimizer, packed, config, step) for step, packed in enumerate(batches)
+        case.take(step)(model, optimizer, packed, config, step)
+        for step, packed in enumerate(batches)
     ]
     tensors = as_distributed(state_tensors(optimizer), placement)
     whole = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in tensors.items()}
     whole.pop("rng")
+    whole |= optimizer.taken
     score = score_images(model, processes) if case.images else None
     return [asdict(result) for result in results], {k: v.cpu() for k, v in whole.items()}, score
 

@@ -15,7 +15,8 @@ from openv41.train.draft_step import draft_step
 from openv41.train.optimizer import Optimizers
 from openv41.train.packed_batch import PackedBatch
 from openv41.train.placement import distribute
-from openv41.train.step import train_step
+from openv41.train.processes import Processes
+from openv41.train.step import own_parts, train_step
 from tests.close import assert_close
 from tests.layers.mini import random_ids
 from tests.model.drafting import SIZE, drafting_model
@@ -172,10 +173,10 @@ def test_behind_a_simulated_prefill_anchors_stand_where_serving_drafts():
 
 
 def test_parts_add_up_to_the_whole():
-    """Denominators are those of the batch, whatever runs at a time."""
+    """Denominators are those of the batch, whatever runs at a time; a part may have no anchor."""
     part = draw_anchors(packed(), drafting_model().config, CONFIG, 5)
     whole, pieces = drafting_model(), drafting_model()
-    small = replace(CONFIG, micro_batch_tokens=8, draft=replace(CONFIG.draft, blocks_at_once=2))
+    small = replace(CONFIG, micro_batch_tokens=1, draft=replace(CONFIG.draft, blocks_at_once=2))
     a = draft_step(whole, optimizers(whole), part, CONFIG, 5)
     b = draft_step(pieces, optimizers(pieces, small), part, small, 5)
     assert a.loss == pytest.approx(b.loss, rel=1e-10)
@@ -184,6 +185,40 @@ def test_parts_add_up_to_the_whole():
     assert all(torch.equal(a.loads[layer], b.loads[layer]) for layer in a.loads)
     for (name, x), y in zip(whole.named_parameters(), pieces.parameters(), strict=True):
         assert_close(name, x, y, rtol=1e-7, atol=1e-9)
+
+
+def test_shares_of_two_processes_add_up_by_the_denominators_of_both():
+    """Four blocks beside two shorter ones; a mean of the two shares' own means is another loss."""
+    model, part = drafting_model(), packed(anchors=at(0, 3, 8, 11, 17, 18))
+    optimizers(model)
+    drafter = [p for p in model.drafter.parameters() if p.requires_grad]
+    shares = [own_parts(part, 0, Processes(rank=rank, size=2))[0][0] for rank in range(2)]
+    assert sorted(int(share.anchors.sum()) for share in shares) == [2, 4]
+    _, want = add_up(model, part)
+    together, alone = DraftSums(model, part, CONFIG), []
+    for share in shares:
+        batch = share.for_model(model)
+        out = model(batch)
+        own = DraftSums(model, share, CONFIG)
+        alone.append((together.add(share, batch, out), own.add(share, batch, out) / 2))
+    found, mean = (sum(losses) for losses in zip(*alone, strict=True))
+    assert_close("loss", found, want, rtol=1e-10)
+    assert abs((mean - want).item()) > 1e-2
+    gradients = [
+        torch.cat([g.flatten() for g in torch.autograd.grad(loss, drafter, materialize_grads=True)])
+        for loss in (want, found, mean)
+    ]
+    assert_close("gradient", gradients[1], gradients[0], rtol=1e-8, atol=1e-10)
+    assert float((gradients[2] - gradients[0]).norm() / gradients[0].norm()) > 0.05
+
+
+def test_a_batch_that_teaches_nothing_changes_nothing():
+    model = drafting_model()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    nothing = packed(weights=torch.zeros(sum(LENGTHS)))
+    result = draft_step(model, optimizers(model), nothing, CONFIG, 0)
+    assert (result.loss, result.grad_norm, result.num_targets) == (0, 0, 0)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
 
 
 def test_a_step_of_the_stage_moves_the_drafter_alone():

@@ -40,7 +40,7 @@ def torchrun(*words, processes=2, options=()):
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 
@@ -89,12 +89,21 @@ def compare(alone, shared):
     for one, two in zip(results, shared_results, strict=True):
         for key in ("loss", "losses", "indexer_loss", "balance_loss", "grad_norm", "lr"):
             assert two[key] == pytest.approx(one[key], rel=1e-9), key
+        if one["draft"] is not None:
+            assert_same_drafts(one["draft"], two["draft"])
         assert two["update_rms"] == pytest.approx(one["update_rms"], rel=1e-6)
         for layer, load in one["loads"].items():
             assert torch.equal(two["loads"][layer].cpu(), load.cpu()), layer
     assert found.keys() == whole.keys()
     for key, value in whole.items():
         torch.testing.assert_close(found[key], value, rtol=1e-6, atol=1e-9, msg=key)
+
+
+def assert_same_drafts(one, two):
+    """Losses, acceptances and confidences of the drafter."""
+    assert two.keys() == one.keys()
+    for key, value in one.items():
+        assert two[key] == pytest.approx(value, rel=1e-8, abs=1e-12), key
 
 
 def test_a_mix_that_cannot_be_is_refused_with_what_can():

@@ -36,7 +36,9 @@ def draft_step(
             with torch.no_grad():
                 batch = part.for_model(model)
                 out = model(batch)
-            sums.add(part, batch, out, share=share).backward()
+            loss = sums.add(part, batch, out, share=share)
+            if loss.requires_grad:  # a part may hold no anchor
+                loss.backward()
     sums.collect(optimizer.processes)
     done = update(optimizer, sums.loss, config, step, most=most)
     if config.draft.balance:

@@ -28,7 +28,8 @@ class Placed:
 
     def take_gradient(self) -> None:
         """Give ``local`` the gradient that the last backward pass left in the module."""
-        if self.is_split and self.local.grad is None:  # no row was asked for
+        is_missing = self.local.grad is None and self.local.requires_grad
+        if self.is_split and is_missing:  # no row was asked for
             self.local.grad = torch.zeros_like(self.local)
 
     def own_rows(self, whole: Tensor) -> Tensor:
