@@ -176,15 +176,19 @@ def held_out_prompts(
 
 
 def answers_of(
-    prompts: Sequence[tuple[int, ...]], max_tokens: int, *, temperature: float = 1.0
+    prompts: Sequence[tuple[int, ...]],
+    max_tokens: int,
+    *,
+    temperature: float = 1.0,
+    ignore_eos: bool = True,
 ) -> list[Request]:
-    """Requests for answers of full length."""
+    """Requests for answers, of full length unless EOS ends them."""
     return [
         Request(
             prompt=ids,
             max_tokens=max_tokens,
             sampling=SamplingConfig(temperature=temperature, seed=seed),
-            ignore_eos=True,
+            ignore_eos=ignore_eos,
         )
         for seed, ids in enumerate(prompts)
     ]

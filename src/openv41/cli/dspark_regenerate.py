@@ -17,7 +17,7 @@ from openv41.cli.dspark import (
 )
 from openv41.cli.ui import progress, show_line
 from openv41.engine.engine import Engine
-from openv41.engine.request import Request
+from openv41.engine.request import FinishReason, Request
 from openv41.io.atomic import atomic_path
 
 
@@ -28,7 +28,7 @@ def regenerate_command(
     out: Annotated[Path, typer.Option(help="JSONL file to write, for 'data samples'.")],
     prompts: Annotated[int, typer.Option(min=1, help="Prompts, spread over the text.")] = 256,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 64,
-    max_tokens: Annotated[int, typer.Option(min=8, help="Tokens of each answer.")] = 192,
+    max_tokens: Annotated[int, typer.Option(min=8, help="Most tokens of an answer.")] = 192,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest.")] = 1.0,
     at_once: Annotated[int, typer.Option(min=1, help="Answers that run side by side.")] = 64,
     numerics: Rounding = None,
@@ -42,13 +42,13 @@ def regenerate_command(
     found = held_out_prompts(checkpoint, text, prompts, prompt_tokens)
     tokens = 1 + prompt_tokens + max_tokens
     engine = answering_engine(checkpoint, min(prompts, at_once), tokens, numerics, device)
-    requests = answers_of(found, max_tokens, temperature=temperature)
+    requests = answers_of(found, max_tokens, temperature=temperature, ignore_eos=False)
     with atomic_path(out) as temporary, progress() as bar, temporary.open("w") as file:
         task = bar.add_task("answers", total=len(requests))
         for record in _records(engine, requests, at_once):
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
             bar.update(task, advance=1)
-    show_line(f"{out}: {len(requests)} answers of {max_tokens} tokens")
+    show_line(f"{out}: {len(requests)} answers of up to {max_tokens} tokens")
 
 
 def _records(
@@ -60,4 +60,7 @@ def _records(
         for request, answer in zip(part, engine.generate(part), strict=True):
             said = b"".join(engine.tokenizer.token_bytes(i) for i in request.prompt[1:])
             prompt = said.decode(errors="replace")
-            yield {"parts": [{"text": prompt, "loss": False}, {"text": answer.text}]}
+            parts = [{"text": prompt, "loss": False}, {"text": answer.text}]
+            if answer.finish_reason is FinishReason.LENGTH:  # cut: EOS is not the target's word
+                parts.append({"text": "", "loss": False})
+            yield {"parts": parts}
