@@ -72,11 +72,16 @@ def test_a_checkpoint_without_a_drafter_is_refused(tmp_path):
         assert "has no drafter" in result.stderr
 
 
-def test_what_does_not_fit_is_refused(checkpoint):
+def test_what_does_not_fit_is_refused(checkpoint, tmp_path):
     text = checkpoint.parent / "heldout.txt"
     result = run("dspark", "calibrate", checkpoint, "--text", text, "--prompts", 10_000)
     assert result.exit_code == 2
     assert "tokens are too few" in result.stderr
+    text = tmp_path / "latin-1.txt"
+    text.write_bytes("caf\xe9 ".encode("latin-1") * 99)
+    result = run("dspark", "calibrate", checkpoint, "--text", text)
+    assert result.exit_code == 2
+    assert "not UTF-8 text: byte 0xe9 at offset 3" in result.stderr
     result = run("dspark", "profile", checkpoint, "--context", 1 << 20)
     assert result.exit_code == 2
     assert "use shorter ones" in result.stderr

@@ -101,6 +101,12 @@ def test_missing_parts_are_refused(tmp_path, here):
         load_profile(path, here)
     with pytest.raises(InputError, match="KeyError: 'temperatures'"):
         load_calibration(path, here)
+    save_profile(path, COSTS, here)
+    content = json.loads(path.read_text())
+    for verify in ([[0.2, 0.1], [0.3, 0.4]], [[[0.2], 0.3], [0.3, 0.4]]):
+        path.write_text(json.dumps(content | {"verify": verify}))
+        with pytest.raises(InputError, match="not what 'openv41 dspark profile' writes"):
+            load_profile(path, here)
     save_calibration(path, replace(FOUND, temperatures=(1.0, 0.0)), here)
     with pytest.raises(InputError, match="a temperature is not above 0"):
         load_calibration(path, here)

@@ -8,8 +8,9 @@ import torch
 from openv41.errors import ConfigError
 from openv41.io.checkpoint import load_model
 from openv41.presets import tiny, with_drafter
-from openv41.train.config import DraftConfig
+from openv41.train.config import DraftConfig, TrainConfig
 from openv41.train.loop import Trainer
+from openv41.train.recipes import configure, without_data
 from openv41.train.stages import DRAFT_STAGE, RECIPES, Stage, check_names
 from openv41.train.token_shards import prepare_shards
 from tests.train.runs import mini_run, read_log
@@ -69,6 +70,21 @@ def test_a_drafter_in_about_the_released_proportions():
     assert dspark.target_layer_ids == (5, 6, 7)
     assert dspark.noise_token_id == tiny().pad_token_id
     assert with_drafter(with_drafter(tiny())) == with_drafter(tiny())
+
+
+def test_a_weight_gives_a_model_its_drafter(shards):
+    for settings, has_drafter in (["draft.weight=1"], True), (["draft.weight=0"], False):
+        model, _, _ = configure("tiny", shards.folder, settings)
+        explained, _ = without_data("tiny", settings)
+        assert [found.dspark is not None for found in (model, explained)] == [has_drafter] * 2
+    with pytest.raises(ConfigError, match=r"draft\.weight is 'lots', must be a number"):
+        configure("tiny", shards.folder, ["draft.weight=lots"])
+
+
+def test_encoders_are_made_without_drafts():
+    both = replace(TrainConfig(), draft=DraftConfig(weight=2.0))
+    weights = {name: RECIPES[name](both).draft.weight for name in RECIPES}
+    assert weights == dict.fromkeys(RECIPES, 2.0) | {"vision": 0.0, "vision-lm": 0.0}
 
 
 def test_a_drafter_needs_a_trained_model():

@@ -149,6 +149,14 @@ def test_what_the_stage_needs(image_text):
     settings = ["vision.micro_batch_tokens=512"]
     with pytest.raises(ConfigError, match=r"vision\.micro_batch_tokens is 512, must be 0"):
         configure("tiny", image_text.folder, settings, stages=["vision", "pretrain"], images=True)
+    with pytest.raises(ConfigError, match=r"vision\.draft\.weight is 1\.0, must be 0"):
+        configure(
+            "tiny",
+            image_text.folder,
+            ["vision.draft.weight=1"],
+            stages=["vision", "pretrain"],
+            images=True,
+        )
     settings = ["micro_batch_tokens=512", "vision-lm.tokens=100_000"]
     names = ["vision", "vision-lm", "pretrain"]
     _, stages, _ = configure("tiny", image_text.folder, settings, stages=names, images=True)

@@ -29,7 +29,7 @@ from openv41.engine.sampler import SamplingConfig
 from openv41.engine.verification_scheduler import survival
 from openv41.errors import InputError
 from openv41.io.hf_config import read_config
-from openv41.io.tokenizer import load_tokenizer
+from openv41.io.tokenizer import load_tokenizer, read_pieces
 
 Checkpoint = Annotated[Path, typer.Argument(help="Folder of the checkpoint.", show_default=False)]
 Rounding = Annotated[Numerics | None, typer.Option(help="Where to round; else as it is stored.")]
@@ -52,7 +52,8 @@ def calibrate_command(
 ) -> None:
     """Fit the temperatures of the confidences on answers to held-out prompts."""
     texts = held_out_prompts(checkpoint, text, prompts, prompt_tokens)
-    engine = drafting_engine(checkpoint, prompts, prompt_tokens + max_tokens, numerics, device)
+    tokens = 1 + prompt_tokens + max_tokens
+    engine = drafting_engine(checkpoint, prompts, tokens, numerics, device)
     logits, accepted = record_confidences(engine, answers_of(texts, max_tokens))
     found = calibrate(logits, accepted)
     path = out or checkpoint / CALIBRATION_FILE
@@ -165,7 +166,7 @@ def held_out_prompts(
     checkpoint: Path, text: Path, count: int, length: int
 ) -> list[tuple[int, ...]]:
     """BOS and ``length`` tokens from evenly spread places of a text."""
-    ids = load_tokenizer(checkpoint).encode(text.read_text(encoding="utf-8"))
+    ids = load_tokenizer(checkpoint).encode("".join(read_pieces(text)))
     if len(ids) < length + count:
         raise InputError(
             f"{text}: {len(ids)} tokens are too few for {count} prompts of {length}; give more text"

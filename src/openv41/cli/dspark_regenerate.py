@@ -43,7 +43,11 @@ def regenerate_command(
     tokens = 1 + prompt_tokens + max_tokens
     engine = answering_engine(checkpoint, min(prompts, at_once), tokens, numerics, device)
     requests = answers_of(found, max_tokens, temperature=temperature, ignore_eos=False)
-    with atomic_path(out) as temporary, progress() as bar, temporary.open("w") as file:
+    with (
+        atomic_path(out) as temporary,
+        progress() as bar,
+        temporary.open("w", encoding="utf-8") as file,
+    ):
         task = bar.add_task("answers", total=len(requests))
         for record in _records(engine, requests, at_once):
             file.write(json.dumps(record, ensure_ascii=False) + "\n")

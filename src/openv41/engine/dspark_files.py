@@ -94,7 +94,7 @@ def load_profile(path: Path, here: Surroundings) -> CostTable:
             verify=tuple(tuple(times) for times in values["verify"]),
             tiers=tuple(values["tiers"]),
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise _unreadable(path, error, "profile") from None
 
 

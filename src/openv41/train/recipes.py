@@ -87,6 +87,11 @@ def _problems(stages: Sequence[Stage], model: ModelConfig, *, images: bool) -> l
             )
         if name in ENCODER_STAGES and not images:
             problems.append(f"stage {name} learns from images; give image-text shards, --images")
+        if name in ENCODER_STAGES and train.draft.weight:
+            problems.append(
+                f"{name}.draft.weight is {train.draft.weight}, must be 0: the model of {name} has "
+                "no drafter"
+            )
         if name == "vision" and train.micro_batch_tokens:
             problems.append(
                 f"vision.micro_batch_tokens is {train.micro_batch_tokens}, must be 0: the loss "
@@ -135,10 +140,20 @@ def _of_checkpoint(
 
 def _drafting(model: ModelConfig, stages: Sequence[str], changes: Mapping[str, str]) -> ModelConfig:
     """A model with its drafter where a stage trains one, else without."""
-    weighs = any(key.endswith("draft.weight") and float(v or 0) for key, v in changes.items())
-    if DRAFT_STAGE in stages or weighs:
-        return with_drafter(model)
-    return replace(model, dspark=None)
+    return with_drafter(model) if _drafts(stages, changes) else replace(model, dspark=None)
+
+
+def _drafts(stages: Sequence[str], changes: Mapping[str, str]) -> bool:
+    """Whether a stage trains a drafter; a weight that is no number is refused where it is set."""
+    weights = [text for path, text in changes.items() if path.endswith("draft.weight")]
+    return DRAFT_STAGE in stages or any(map(_is_weight, weights))
+
+
+def _is_weight(text: str) -> bool:
+    try:
+        return float(text) != 0
+    except ValueError:
+        return False
 
 
 def _refuse_model_settings(changes: Iterable[str], *, lacks_drafter: bool) -> None:
@@ -174,7 +189,7 @@ def without_data(
     check_names(stages)
     changes = parse_settings(settings)
     model = preset(name)
-    if DRAFT_STAGE in stages:
+    if _drafts(stages, changes):
         model = with_drafter(model)
     model, base = _apply(_common(changes), model, TrainConfig())
     return model, make_stages(stages, base, changes)

@@ -155,6 +155,7 @@ def _encoder_stage(base: TrainConfig) -> TrainConfig:
         tail_tokens=0,
         freeze_vision=False,
         optimizer=replace(base.optimizer, vision_lr_factor=1.0),
+        draft=replace(base.draft, weight=0.0),  # these models have no drafter
     )
 
 
