@@ -20,8 +20,6 @@ def test_measured_loads_are_as_measured():
     assert TABLE.plain_seconds(4) == 2.5
     np.testing.assert_allclose(TABLE.step_seconds(1, 2), [1.5, 1.75, 2.0])
     np.testing.assert_allclose(TABLE.step_seconds(4, 8)[::4], [4.0, 5.0, 6.0])
-    assert TABLE.draft_seconds(1) == pytest.approx(0.5)
-    assert TABLE.draft_seconds(4) == pytest.approx(1.5)
 
 
 def test_between_and_behind_them_times_are_linear():

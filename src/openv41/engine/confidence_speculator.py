@@ -30,7 +30,7 @@ class ConfidenceSpeculator:
 
     The budget of a step comes from survivals ``lag`` steps old, over all candidates; the drafts
     verified are those of the highest current survivals. ``lag`` 0 stops early along the current
-    ones instead (Algorithm 1). A step does not draft at all where the past does not promise
+    ones instead (``early_stop``). A step does not draft at all where the past does not promise
     ``MIN_GAIN``; there a request without a past counts as requests were of late.
 
     Survivals are scaled by the share of expected drafts that were accepted of late, so that

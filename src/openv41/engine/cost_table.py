@@ -81,11 +81,6 @@ class CostTable:
         """Seconds of a step that draws one token for each request, without drafting."""
         return self._at(np.array(self.plain), requests)
 
-    def draft_seconds(self, requests: int) -> float:
-        """Seconds that drafting for all requests adds to a step."""
-        undrafted = self._at(np.array(self.verify)[:, 0], requests)
-        return max(0.0, undrafted - self.plain_seconds(requests))
-
     def step_seconds(self, requests: int, most: int) -> Float[np.ndarray, " sizes"]:
         """Seconds of a step that drafts, and verifies 0, 1, ... ``most`` drafts altogether."""
         times = np.array([self._at(column, requests) for column in np.array(self.verify).T])

@@ -24,12 +24,17 @@ class Drawing:
 
     sampler: Sampler
     drafts: Sequence[Draft]
-    first: int
+    first: int  # of its rows
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of its drafts, and one behind them."""
+        return len(self.drafts) + 1
 
     @property
     def stop(self) -> int:
         """Behind the last row."""
-        return self.first + len(self.drafts) + 1
+        return self.first + self.num_rows
 
 
 def draw_together(
@@ -78,12 +83,11 @@ def _pieces(chosen: Sequence[int], drawings: Sequence[Drawing], most: int) -> li
     groups: list[list[int]] = []
     room = 0
     for i in chosen:
-        size = len(drawings[i].drafts) + 1
-        if size > room:
+        if drawings[i].num_rows > room:
             groups.append([])
             room = most
         groups[-1].append(i)
-        room -= size
+        room -= drawings[i].num_rows
     return groups
 
 
@@ -93,7 +97,7 @@ def _draw_sampled(
     """Accept drafts, then draw what comes behind them, for all requests in four steps."""
     rows = torch.tensor([r for one in drawings for r in range(one.first, one.stop)])
     rows = rows.to(logits.device)
-    temperatures = [one.sampler.config.temperature for one in drawings for _ in range(_size(one))]
+    temperatures = [one.sampler.config.temperature for one in drawings for _ in range(one.num_rows)]
     wide = (logits[rows].double() - best[rows, None].double()) / _column(temperatures, logits)
     shares = torch.softmax(wide, -1)
     accepted = _accepted(shares, drawings)
@@ -104,7 +108,7 @@ def _draw_sampled(
             rests.append((place, one.drafts[held].shares))
         ends.append(begin + held)
         points.append(_point(one, held, Stream.RESIDUAL if is_rejected else Stream.TOKEN))
-        begin += _size(one)
+        begin += one.num_rows
     last = shares[torch.tensor(ends, device=logits.device)]
     if rests:
         places = torch.tensor([place for place, _ in rests], device=logits.device)
@@ -133,7 +137,7 @@ def _accepted(shares: Float[Tensor, "rows V"], drawings: Sequence[Drawing]) -> l
             _point(one, k, Stream.TOKEN if draft.shares is None else Stream.COIN)
             for k, draft in enumerate(one.drafts)
         ]
-        begin += _size(one)
+        begin += one.num_rows
     if not drafts:
         return [0] * len(drawings)
     tokens = torch.tensor([draft.token for draft in drafts], device=shares.device)
@@ -148,10 +152,6 @@ def _accepted(shares: Float[Tensor, "rows V"], drawings: Sequence[Drawing]) -> l
         own = [next(listed) for _ in one.drafts]
         found.append(own.index(False) if False in own else len(own))
     return found
-
-
-def _size(one: Drawing) -> int:
-    return len(one.drafts) + 1
 
 
 def _point(one: Drawing, ahead: int, stream: Stream) -> float:

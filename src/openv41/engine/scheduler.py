@@ -33,7 +33,7 @@ class ScheduleConfig:
             raise ConfigError("schedule", problems)
 
 
-Draft = Callable[[Sequence[Job], int], Mapping[int, int]]  # jobs, room: drafts of each number
+CountDrafts = Callable[[Sequence[Job], int], Mapping[int, int]]  # jobs, room: drafts by number
 
 
 class Scheduler:
@@ -53,7 +53,7 @@ class Scheduler:
         self.running: list[Job] = []  # the oldest first
         self.preemptions = 0
 
-    def next_step(self, draft: Draft | None = None) -> list[tuple[Job, int]]:
+    def next_step(self, draft: CountDrafts | None = None) -> list[tuple[Job, int]]:
         """Choose jobs and how many positions of each; their pages are reserved.
 
         ``draft`` says how many drafts of the decoding jobs are verified. While prompts wait they

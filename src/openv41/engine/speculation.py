@@ -5,7 +5,7 @@ proposes what follows, the model computes the anchor and the drafts to be verifi
 and the request goes on behind those that hold.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
@@ -17,8 +17,7 @@ from torch import Tensor
 from openv41.layers.batch import Batch
 from openv41.layers.store import KVStore
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
-
-Choose = Callable[[Float[Tensor, "requests V"], int], Int[Tensor, " requests"]]
+from openv41.model.dspark import Choose
 
 
 class DraftChoice(StrEnum):

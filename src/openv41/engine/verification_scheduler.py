@@ -68,10 +68,11 @@ def rates(
 def early_stop(
     survivals: Float[np.ndarray, "B X"], seconds: Float[np.ndarray, " sizes"]
 ) -> Int[np.ndarray, " B"]:
-    """Drafts of each request by Algorithm 1: candidates join while each raises the rate.
+    """Drafts of each request: candidates join while each raises the rate.
 
-    The stop is what keeps the output's distribution: a search beyond the first candidate that does
-    not pay would let what is drawn there decide about drafts before it.
+    Algorithm 1 of the DSpark paper (arXiv 2607.05147). The stop is what keeps the output's
+    distribution: a search beyond the first candidate that does not pay would let what is drawn
+    there decide about drafts before it.
     """
     found = rates(survivals, seconds)
     worse = np.flatnonzero(found[1:] <= found[:-1])

@@ -28,7 +28,7 @@ from openv41.layers.single_pass_mhc import SinglePassMHC, Streams
 from openv41.layers.store import KVStore, Slot, Spans
 from openv41.ops.precision import widened
 
-Choose = Callable[[Float[Tensor, "R V"], int], Int[Tensor, " R"]]
+Choose = Callable[[Float[Tensor, "B V"], int], Int[Tensor, " B"]]
 
 
 @runtime_checkable
@@ -65,12 +65,12 @@ class Blocks:
 class Draft:
     """Drafted tokens and the very logits that they were chosen from."""
 
-    tokens: Int[Tensor, "R X"]
-    logits: Float[Tensor, "R X V"]  # base logits with the Markov bias, before any temperature
-    confidence: Float[Tensor, "R X"]  # raw: its sigmoid is P(accepted | all before accepted)
+    tokens: Int[Tensor, "B X"]
+    logits: Float[Tensor, "B X V"]  # base logits with the Markov bias, before any temperature
+    confidence: Float[Tensor, "B X"]  # raw: its sigmoid is P(accepted | all before accepted)
 
 
-def most_likely(logits: Float[Tensor, "R V"], step: int) -> Int[Tensor, " R"]:
+def most_likely(logits: Float[Tensor, "B V"], step: int) -> Int[Tensor, " B"]:
     """Choose greedily; of equal logits the lowest token."""
     del step
     return logits.argmax(dim=-1)
@@ -201,7 +201,7 @@ class DSparkDrafter(nn.Module):
     def draft(self, proposal: Proposal, choose: Choose = most_likely) -> Draft:
         """Choose the tokens of every block one after the other.
 
-        ``choose`` gets the logits [R, V] of a step and its number from 0 and returns a token per
+        ``choose`` gets the logits [B, V] of a step and its number from 0 and returns a token per
         request. A confidence depends on the tokens before its own alone.
         """
         size = self.block_size

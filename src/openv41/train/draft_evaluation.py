@@ -17,7 +17,6 @@ from openv41.train.config import TrainConfig
 from openv41.train.data import EvaluationWindow
 from openv41.train.draft_loss import DraftSums, draw_anchors, mean_length
 from openv41.train.packed_batch import PackedBatch
-from openv41.train.processes import ALONE, Processes
 
 BINS = 15  # of the reliability diagram and the calibration error
 FINE_BINS = 1000  # of the AUROC
@@ -47,9 +46,8 @@ class HeldOutDrafts:
         )
 
     @torch.no_grad()
-    def score(self, model: CausalEncoderDecoder, processes: Processes = ALONE) -> DraftScores:
-        """Measure a model's drafter; every process measures all."""
-        del processes
+    def score(self, model: CausalEncoderDecoder) -> DraftScores:
+        """Measure a model's drafter; of several processes each measures all."""
         packed = draw_anchors(self.packed, model.config, self.train, EVALUATION_STEP)
         sums = Measured(model, packed, self.train)
         for part in packed.split(self.train.batch_tokens):

@@ -108,10 +108,10 @@ def learned_tokens(packed: PackedBatch, model: ModelConfig) -> Bool[Tensor, " T"
 def draw_anchors(
     packed: PackedBatch, model: ModelConfig, train: TrainConfig, step: int
 ) -> PackedBatch:
-    """Mark up to ``draft.anchors`` tokens of each document, all different, whose next is learned.
+    """Mark up to ``draft.anchors`` learned tokens of each document whose next is learned too.
 
-    They depend on the seed, the step and the place of the document alone. Behind a simulated
-    prefill anchors stand where serving would draft: at the prompt's end or later.
+    All are different, and depend on the seed, the step and the place of the document alone. Behind
+    a simulated prefill anchors stand where serving would draft: at the prompt's end or later.
     """
     learned, first = learned_tokens(packed, model), 0
     anchors = torch.zeros(len(packed.ids), dtype=torch.bool)
@@ -143,8 +143,8 @@ class DraftSums:
         slots = Slots.of(packed, self.model, size)
         self.total_weight = float(slots.weights(self.config.decay).sum()) + EPSILON
         self.num_drafts = int(slots.counts.sum())
-        self.losses = torch.zeros(3, dtype=torch.float64)
-        self.by_slot = torch.zeros(4, size, dtype=torch.float64)
+        self.losses = torch.zeros(3, dtype=torch.float64)  # CE, L1, BCE, before their weights
+        self.by_slot = torch.zeros(4, size, dtype=torch.float64)  # as ``_count`` adds them up
         stages = (stage.moe for stage in self.drafter.all_stages())
         self.loads = {moe.layer: torch.zeros(2, moe.moe.num_experts).long() for moe in stages}
 
@@ -192,11 +192,11 @@ class DraftSums:
         """Weighted sums of CE, L1 and BCE; acceptance and confidence logit of each draft."""
         drafter, features = self.drafter, self.drafter.markov.features(previous)
         base = drafter.base_logits(self.target, hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
-        log_p = (base + drafter.markov(features)).log_softmax(dim=-1)
+        drafted = (base + drafter.markov(features)).log_softmax(dim=-1)  # log p_d, [B, X, V]
         with torch.no_grad():
-            q = self.target.logits(taught.flatten(0, 1)).softmax(dim=-1).view_as(log_p)
-        ce = -log_p.gather(-1, labels[..., None])[..., 0]
-        l1 = (log_p.exp() - q).abs().sum(dim=-1)
+            target = self.target.logits(taught.flatten(0, 1)).softmax(dim=-1).view_as(drafted)
+        ce = -drafted.gather(-1, labels[..., None])[..., 0]
+        l1 = (drafted.exp() - target).abs().sum(dim=-1)
         accept = (1 - l1 / 2).detach()
         read = (hidden, features)
         if self.config.detach_confidence:
@@ -239,6 +239,7 @@ class DraftSums:
         return torch.tensor(weights, dtype=torch.float64)
 
     def _count(self, counts: Tensor, accept: Tensor, logits: Tensor) -> None:
+        """Add drafts, acceptances, |sigmoid(z) - c*| and sigmoid(z) - c* of each position."""
         gap = logits.sigmoid() - accept
         figures = torch.stack([torch.ones_like(gap), accept, gap.abs(), gap])
         self.by_slot += (figures * counts).sum(dim=1)

@@ -295,7 +295,7 @@ class Trainer:
             return None
         assert isinstance(self.model, CausalEncoderDecoder), "drafts of another model"
         drafts = HeldOutDrafts(self.heldout.windows, self.train)
-        return asdict(drafts.score(self.model, self.processes))
+        return asdict(drafts.score(self.model))
 
     def _batch(self, place: Place) -> PackedBatch:
         if self.images is not None and place.stage.is_contrastive:
