@@ -26,10 +26,11 @@ from openv41.engine.paged_store import CacheConfig
 from openv41.engine.request import Request
 from openv41.engine.sampler import SamplingConfig
 from openv41.engine.scheduler import ScheduleConfig
-from openv41.engine.speculation import Choose, Drafter, SpeculationConfig
+from openv41.engine.speculation import Drafter, SpeculationConfig
 from openv41.io.tokenizer import TextTokenizer
 from openv41.layers.batch import Batch
 from openv41.layers.store import KVStore
+from openv41.model.dspark import Choose
 from openv41.presets import with_drafter
 
 LOADS = (1, 4, 16, 64)

@@ -20,7 +20,7 @@ class Drafted:
     mean_lengths: list[float]  # tokens of a round, the one behind the drafts included
     acceptance: list[list[float]]  # by position: share of verified drafts that were accepted
     repeated: list[float]  # share of 4-grams that their answer holds before: text that loops
-    speed_up: float  # of one greedy request, in seconds
+    speed_up: float  # of one greedy request: seconds without drafts over those with them
 
 
 def measure_drafting(export: Path, tokens: Sequence[int]) -> Drafted:
@@ -29,7 +29,8 @@ def measure_drafting(export: Path, tokens: Sequence[int]) -> Drafted:
     starts = range(0, len(tokens) - length, max(1, (len(tokens) - length) // count))
     prompts = [tuple(tokens[start : start + length]) for start in starts[:count]]
     total = length + settings.DRAFT_ANSWER_TOKENS + 16
-    cache = CacheConfig(num_pages=count * (total // 64 + 2), max_requests=count)
+    pages = total // CacheConfig().page_size + 2
+    cache = CacheConfig(num_pages=count * pages, max_requests=count)
     config = EngineConfig(cache=cache, prefix_cache=False)
     loaded = Engine.load(export, config=config, numerics="f32qat")
     lengths, acceptance, repeated = [], [], []

@@ -124,7 +124,10 @@ def drafting_engine(
     *,
     deterministic: bool = False,
 ) -> Engine:
-    """An engine that drafts, with room for so many requests of so many tokens each."""
+    """An engine that drafts, with room for ``requests`` of ``tokens`` each, prompt and answer.
+
+    Raises InputError for a checkpoint without a drafter, or tokens beyond its positions.
+    """
     if read_config(checkpoint).dspark is None:
         raise InputError(f"{checkpoint}: the checkpoint has no drafter; train one first")
     return answering_engine(
@@ -141,7 +144,7 @@ def answering_engine(
     *,
     deterministic: bool = False,
 ) -> Engine:
-    """The same, whether the checkpoint has a drafter or not."""
+    """An engine with that room, which drafts if the checkpoint has a drafter."""
     config = read_config(checkpoint)
     if tokens > config.max_position:
         raise InputError(

@@ -110,7 +110,7 @@ TOKENIZER = {
 }
 GROUPS = {
     "data": ("Prepare text, samples and images for training.", DATA),
-    "dspark": ("Calibrate and profile a drafter.", DSPARK),
+    "dspark": ("Make a drafter ready to serve: data, calibration, costs.", DSPARK),
     "inspect": ("Draw what a model does.", INSPECT),
     "tokenizer": ("Make a tokenizer.", TOKENIZER),
 }
