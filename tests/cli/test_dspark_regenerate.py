@@ -119,6 +119,20 @@ def test_the_end_of_an_answer_is_learned_where_the_target_ended_it(
     assert ends == [(EOS_ID, 1.0)] + [(EOS_ID, 0.0)] * 4
 
 
+def test_an_answer_that_failed_is_no_sample(checkpoint, tmp_path, monkeypatch):
+    generate = Engine.generate
+
+    def one_fails(engine, requests):
+        first, *others = generate(engine, requests)
+        return [replace(first, finish_reason=FinishReason.ERROR, error="it broke"), *others]
+
+    monkeypatch.setattr(Engine, "generate", one_fails)
+    result = regenerate(checkpoint, tmp_path / "answers.jsonl")
+    assert result.exit_code == 2
+    assert "a prompt could not be answered: it broke" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("old", [None, "what was there\n"])
 def test_an_interrupted_run_leaves_no_half_file(checkpoint, tmp_path, monkeypatch, old):
     out, rounds, generate = tmp_path / "answers.jsonl", [], Engine.generate

@@ -18,6 +18,7 @@ from openv41.cli.dspark import (
 from openv41.cli.ui import progress, show_line
 from openv41.engine.engine import Engine
 from openv41.engine.request import FinishReason, Request
+from openv41.errors import OpenV41Error
 from openv41.io.atomic import atomic_path
 
 
@@ -62,6 +63,8 @@ def _records(
     for first in range(0, len(requests), at_once):
         part = requests[first : first + at_once]
         for request, answer in zip(part, engine.generate(part), strict=True):
+            if answer.error is not None:
+                raise OpenV41Error(f"a prompt could not be answered: {answer.error}")
             said = b"".join(engine.tokenizer.token_bytes(i) for i in request.prompt[1:])
             prompt = said.decode(errors="replace")
             parts = [{"text": prompt, "loss": False}, {"text": answer.text}]

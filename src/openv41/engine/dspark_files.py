@@ -40,10 +40,9 @@ class Surroundings:
     def of(cls, model: CausalEncoderDecoder) -> "Surroundings":
         """What holds here and now."""
         device = model.norm.weight.device
-        on_cpu = device.type == "cpu"
         return cls(
-            device=_processor() if on_cpu else torch.cuda.get_device_name(device),
-            threads=torch.get_num_threads() if on_cpu else 0,
+            device=_name_of(device),
+            threads=torch.get_num_threads() if device.type == "cpu" else 0,
             torch=torch.__version__,
             openv41=version("openv41"),
             numerics=str(model.numerics),
@@ -139,6 +138,12 @@ def _unreadable(path: Path, error: Exception, command: str) -> InputError:
         f"{path}: not what 'openv41 dspark {command}' writes ({type(error).__name__}: {error}); "
         "run it again"
     )
+
+
+def _name_of(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return _processor() if device.type == "cpu" else device.type
 
 
 def _processor() -> str:
