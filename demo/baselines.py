@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from openv41.io.tokenizer import MIN_VOCAB_SIZE, TextTokenizer, train_tokenizer
 
 Ids = NDArray[np.int64]
-VOCABULARIES = (512, 1024, 2048)
+VOCABULARIES = (1024, 2048)
 
 
 def xz_bits_per_byte(texts: Sequence[str]) -> float:

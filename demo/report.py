@@ -103,7 +103,8 @@ def rows(summary: Summary) -> list[tuple[str, str, str]]:
         (
             "Witten-Bell trigram",
             f"{s.trigram_bits_per_byte:.3f}",
-            f"best of three vocabularies ({s.best_vocabulary:,} tokens)",
+            f"best of {len(s.trigram_bits_per_byte_by_vocabulary)} vocabularies "
+            f"({s.best_vocabulary:,} tokens)",
         ),
         ("xz -9", f"{s.xz_bits_per_byte:.3f}", "the held-out text compressed alone"),
         ("held-out bytes", f"{s.heldout_bytes:,}", plays),
