@@ -67,6 +67,7 @@ def test_answers_are_what_the_target_says(checkpoint, tmp_path):
     options = ("--max-tokens", 12, "--temperature", 0, "--no-speculation")
     said = run("generate", checkpoint, "--prompt", prompts[1]["text"], *options)
     assert said.exit_code == 0, said.output
+    assert greedy[1]["parts"][1]["text"]
     assert greedy[1]["parts"][1]["text"] in said.stdout
 
 

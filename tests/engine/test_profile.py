@@ -1,5 +1,7 @@
 """Cost tables and calibration from a running engine, with a drafter of known chances."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,8 @@ import torch
 from openv41.engine import profile
 from openv41.engine.confidence_record import calibrate, record_confidences
 from openv41.engine.profile import measure_costs
-from openv41.errors import InputError
+from openv41.engine.request import FinishReason
+from openv41.errors import InputError, OpenV41Error
 from tests.engine.drafts import FakeDrafter, plain_answers, speculating, target
 from tests.engine.mini_engine import engine_of, greedy
 from tests.layers.mini import VOCAB, random_ids
@@ -96,3 +99,12 @@ def test_rounds_are_recorded_as_they_came(model):
 def test_nothing_recorded_is_an_error():
     with pytest.raises(InputError, match="no round verified a whole block"):
         calibrate(np.zeros((0, 5)), np.zeros(0, np.int64))
+
+
+def test_an_answer_that_failed_is_told_and_not_left_out():
+    failed = SimpleNamespace(finish_reason=FinishReason.ERROR, error="the disk is gone")
+    drafting = SimpleNamespace(drafter=SimpleNamespace(block_size=5), speculator="used")
+    engine = SimpleNamespace(drafting=drafting, generate=lambda requests: [failed] * len(requests))
+    with pytest.raises(OpenV41Error, match="an answer to calibrate on failed: the disk is gone"):
+        record_confidences(engine, [None])
+    assert drafting.speculator == "used"

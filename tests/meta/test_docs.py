@@ -17,7 +17,7 @@ CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # Written in parts, so that this file does not hold what it looks for.
 MACHINE_WORDS = [
     "/" + "work/", "/" + "tmp/", "/" + "root/", "/" + "home/", "py" + "pi.org/simple",
-    "files.python" + "hosted.org", "sub" + "agent", "bash_" + "jobs", "extra-index" + "-url",
+    "files.python" + "hosted.org", "extra-index" + "-url",
     "index-" + "url", "find-" + "links",
 ]  # fmt: skip
 

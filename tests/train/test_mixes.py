@@ -46,3 +46,10 @@ def test_encoders_are_made_for_random_weights():
     assert "vision and vision-lm would make another encoder than the checkpoint's" in found
     assert "the model of vision and vision-lm is dropped and nobody's student" in found
     assert "in one process, not in" not in found
+
+
+def test_a_teacher_has_nobody_to_teach_where_only_the_drafter_learns():
+    assert "a drafter learns from the model that it drafts for" in problems(
+        "dspark", base=True, teachers=True
+    )
+    assert not problems("posttrain", "dspark", base=True, teachers=True)

@@ -165,6 +165,16 @@ def test_another_run_is_refused_and_the_differences_named(shards, tmp_path, text
     assert "model.moe.route_scale: the run has 1.5, now it is 2.0" in message
 
 
+@pytest.mark.parametrize("about", ['"text"', "[]", '{"files": []}'])
+def test_a_folder_that_says_nonsense_of_itself_is_passed_over(tmp_path, about, caplog):
+    folder = tmp_path / FOLDER / "step-000000002.dcp"
+    folder.mkdir(parents=True)
+    (folder / "about.json").write_text(about)
+    with pytest.raises(CheckpointError, match="no checkpoint can be read"):
+        Checkpoints(tmp_path).newest()
+    assert "trying the one before it" in caplog.text
+
+
 def test_a_full_disk_leaves_the_older_checkpoint(shards, tmp_path, monkeypatch):
     run = mini_run(shards, tmp_path / "out", tokens=128)
     trainer = Trainer(run, resume=False)

@@ -8,8 +8,8 @@ from jaxtyping import Float, Int
 from openv41.engine.calibration import errors_by_draft, fit_temperatures
 from openv41.engine.dspark_files import Calibration
 from openv41.engine.engine import Engine
-from openv41.engine.request import Request
-from openv41.errors import InputError
+from openv41.engine.request import FinishReason, Request
+from openv41.errors import InputError, OpenV41Error
 
 
 class ConfidenceRecord:
@@ -68,9 +68,12 @@ def record_confidences(
     record, used = ConfidenceRecord(engine.drafting.drafter.block_size), engine.drafting.speculator
     engine.drafting.speculator = record
     try:
-        engine.generate(requests)
+        answers = engine.generate(requests)
     finally:
         engine.drafting.speculator = used
+    for answer in answers:
+        if answer.finish_reason is FinishReason.ERROR:
+            raise OpenV41Error(f"an answer to calibrate on failed: {answer.error}")
     return record.rounds()
 
 

@@ -35,6 +35,7 @@ FOLDER = "resume"
 KEPT = 2
 SUFFIX = ".safetensors"
 FORMAT = "openv41-training-state-4"
+UNREADABLE = (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError)
 ENCODER = "vision.encoder."  # what its parameters begin with in every model
 METADATA_KEY = "state"  # one key, since the library writes several in any order
 
@@ -106,7 +107,7 @@ class Checkpoints:
                 if about["format"] != FORMAT:
                     raise ValueError(f"format {about['format']!r}")
                 return State(about["step"], about["run"], path)
-            except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            except UNREADABLE as error:
                 logger.warning("%s cannot be read (%s); trying the one before it", path, error)
         if paths:
             raise CheckpointError(

@@ -44,6 +44,11 @@ def check_mixes(
             f"the model of {making} is dropped and nobody's student; leave out {making}, or "
             "--teacher"
         )
+    if has_teachers and all(stage.trains_drafter for stage in stages):
+        problems.append(
+            "a drafter learns from the model that it drafts for, not from a teacher; leave out "
+            "--teacher"
+        )
     if problems:
         problems[-1] += f"; {SUPPORTED}"
         raise ConfigError("stages", problems)
