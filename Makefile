@@ -3,6 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
+export PYTHONDONTWRITEBYTECODE :=  # dozens of processes would compile every module anew
 
 PYTHON ?= python3
 BIN := .venv/bin

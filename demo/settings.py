@@ -4,7 +4,7 @@ PRESET = "tiny"
 VOCABULARY = 2048
 SEED = 1
 
-TOKENS = 385_024  # of pre-training, a tenth more follow; a sixteenth of them belong to images
+TOKENS = 409_600  # of pre-training, a tenth more follow; a sixteenth of them belong to images
 STAGES = "pretrain,posttrain,dspark"
 TRAINING = {  # openv41 train ... --set key=value
     "sequence_length": 128,

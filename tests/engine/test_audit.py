@@ -19,8 +19,6 @@ from openv41.presets import released
 from tests.engine.mini_engine import arm
 from tests.layers.mini import mini_config
 
-pytestmark = pytest.mark.shapes
-
 FAKE = {
     "window": quantize.fake_fp8,
     "main": quantize.fake_fp4_e4m3,
@@ -42,6 +40,7 @@ def test_the_released_shape_takes_890_bytes_per_token():
     assert cache_bytes(released()).window_per_request == held // 2
 
 
+@pytest.mark.shapes
 @pytest.mark.parametrize("kind", list(PACKINGS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [512, 128, 48])
@@ -129,6 +128,7 @@ def test_reindex_layers_score_the_pool_and_nothing_else(model, monkeypatch):
             assert read[60][plan.layer] == read[149][plan.layer] == config.indexer.top_k
 
 
+@pytest.mark.shapes
 def test_an_empty_request_is_truncated_to_nothing(model):
     store = paged(model.config, draft_tokens=8)
     store.open(0)

@@ -101,7 +101,7 @@ def test_stored_kv_equals_that_of_the_plain_model(mode):
         assert torch.equal(got, want.read(slot, Spans((0,), (first,), (length,)))), slot
 
 
-@pytest.mark.parametrize("numerics", ["f32qat", pytest.param("released", marks=pytest.mark.shapes)])
+@pytest.mark.parametrize("numerics", [pytest.param("f32qat", marks=pytest.mark.shapes), "released"])
 def test_packed_pages_equal_rounded_floats(numerics):
     """unpack(pack(x)) is the fake quantiser, so a packed cache changes nothing."""
     model = arm(torch.float32, bitwise=True, numerics=numerics)
