@@ -37,6 +37,7 @@ def oracle(hidden, weight, teacher_hidden, teacher_weight):
 @pytest.mark.parametrize("logits_at_once", [1, 3 * V, 1 << 22])
 def test_the_loss_and_its_gradients(monkeypatch, logits_at_once):
     monkeypatch.setattr(linear_loss, "LOGITS_AT_ONCE", logits_at_once)
+    monkeypatch.setattr(linear_loss, "LEAST_ROWS", 1)
     hidden, weight, *teacher = inputs()
     found = ops.linear_reverse_kl(hidden, weight, *teacher)
     losses = oracle(hidden, weight, *teacher)
@@ -71,6 +72,7 @@ def test_the_teacher_gets_no_gradient():
 
 def test_only_one_piece_of_logits_is_made_at_a_time(monkeypatch):
     monkeypatch.setattr(linear_loss, "LOGITS_AT_ONCE", 3 * V)
+    monkeypatch.setattr(linear_loss, "LEAST_ROWS", 1)
     plain, sizes = torch.nn.functional.linear, []
 
     def linear(x, weight):

@@ -53,6 +53,7 @@ def plain_loss(student, teachers, part, lm_weight, distill_weight):
 @pytest.mark.parametrize("logits_at_once", [1, 7 * VOCAB + 5, 1 << 22])
 def test_pieces_give_the_gradients_of_the_whole(monkeypatch, logits_at_once):
     monkeypatch.setattr(linear_loss, "LOGITS_AT_ONCE", logits_at_once)
+    monkeypatch.setattr(linear_loss, "LEAST_ROWS", 1)
     student = mini_model(1)
     teachers = [(mini_model(n), w) for n, w in zip((2, 3), WEIGHTS, strict=True)]
     Optimizers(distribute(student), CONFIG.optimizer)

@@ -11,7 +11,7 @@ from openv41.engine.sampler import SamplingConfig
 from openv41.errors import InputError
 from openv41.layers.batch import Batch
 from openv41.layers.probe import Probe
-from openv41.train import log_probs
+from openv41.ops import linear_loss
 from openv41.train.log_probs import token_log_probs
 from openv41.train.packed_batch import PackedBatch
 from tests.close import assert_close
@@ -70,7 +70,8 @@ def steer(model):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_they_are_those_of_the_engine(dtype, recompute, monkeypatch):
-    monkeypatch.setattr(log_probs, "LOGITS_AT_ONCE", 64 * 7)
+    monkeypatch.setattr(linear_loss, "LOGITS_AT_ONCE", 64 * 7)
+    monkeypatch.setattr(linear_loss, "LEAST_ROWS", 1)
     model = arm(dtype, bitwise=False)
     answers = rollout(dtype)
     batch, records = packed(answers), [answer.choices for answer in answers]

@@ -13,6 +13,7 @@ from openv41.ops.precision import widened
 
 LOGITS_AT_ONCE = 1 << 20  # logits that are alive at a time: 4 MB, which a cache holds
 LOGITS_ON_GPU = 1 << 26  # there a piece costs its launches
+LEAST_ROWS = 32  # of a piece: with fewer the product reads the weights too often
 
 # From some rows and their logits to each row's loss, and how to get its slope for the logits.
 Piece = Callable[[slice, Tensor], tuple[Tensor, Callable[[], Tensor]]]
@@ -23,6 +24,11 @@ class LinearLoss(NamedTuple):
 
     summed: Float[Tensor, ""]
     each: Float[Tensor, " targets"]
+
+
+def rows_at_once(vocabulary: int, *, is_cuda: bool) -> int:
+    """How many rows of logits are alive at a time."""
+    return max(LEAST_ROWS, (LOGITS_ON_GPU if is_cuda else LOGITS_AT_ONCE) // vocabulary)
 
 
 def in_pieces(
@@ -54,7 +60,7 @@ class _InPieces(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden, dtype=wide.dtype) if wants_hidden else None
         of_weight = torch.zeros_like(wide) if wants_weight else None
         each = hidden.new_empty(len(hidden), dtype=wide.dtype)
-        size = max(1, (LOGITS_ON_GPU if hidden.is_cuda else LOGITS_AT_ONCE) // len(weight))
+        size = rows_at_once(len(weight), is_cuda=hidden.is_cuda)
         for start in range(0, len(hidden), size):
             rows = slice(start, start + size)
             inputs = hidden[rows].to(wide.dtype)

@@ -16,7 +16,7 @@ from openv41.errors import InputError
 from openv41.layers.probe import Record, RecordProbe
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.model.recorded_choices import problems_of
-from openv41.ops.linear_loss import LOGITS_AT_ONCE
+from openv41.ops.linear_loss import rows_at_once
 from openv41.train.packed_batch import PackedBatch
 from openv41.train.step import next_tokens
 
@@ -46,7 +46,7 @@ def token_log_probs(
     probe = None if records is None else RecordProbe(batch, records)
     hidden = model(batch, probe=probe, replay=packed.replay, recompute=recompute).hidden
     rows, targets = next_tokens(batch.token_ids, packed.lengths)
-    size = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
+    size = rows_at_once(model.config.vocab_size, is_cuda=hidden.is_cuda)
 
     def score(hidden: Tensor, targets: Tensor) -> Tensor:
         logits = model.logits(hidden)[:, :num_tokens]
