@@ -130,7 +130,7 @@ def test_an_answer_that_failed_is_no_sample(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(Engine, "generate", one_fails)
     result = regenerate(checkpoint, tmp_path / "answers.jsonl")
     assert result.exit_code == 2
-    assert "a prompt could not be answered: it broke" in result.stderr
+    assert "an answer to a prompt failed: it broke" in result.stderr
     assert not list(tmp_path.iterdir())
 
 

@@ -17,8 +17,7 @@ from openv41.cli.dspark import (
 )
 from openv41.cli.ui import progress, show_line
 from openv41.engine.engine import Engine
-from openv41.engine.request import FinishReason, Request
-from openv41.errors import OpenV41Error
+from openv41.engine.request import FinishReason, Request, refuse_failed
 from openv41.io.atomic import atomic_path
 
 
@@ -62,9 +61,9 @@ def _records(
     """Samples for ``openv41 data samples``: prompts as context, answers to learn."""
     for first in range(0, len(requests), at_once):
         part = requests[first : first + at_once]
-        for request, answer in zip(part, engine.generate(part), strict=True):
-            if answer.error is not None:
-                raise OpenV41Error(f"a prompt could not be answered: {answer.error}")
+        answers = engine.generate(part)
+        refuse_failed(answers, "an answer to a prompt")
+        for request, answer in zip(part, answers, strict=True):
             said = b"".join(engine.tokenizer.token_bytes(i) for i in request.prompt[1:])
             prompt = said.decode(errors="replace")
             parts = [{"text": prompt, "loss": False}, {"text": answer.text}]

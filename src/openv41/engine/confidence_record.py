@@ -8,8 +8,8 @@ from jaxtyping import Float, Int
 from openv41.engine.calibration import errors_by_draft, fit_temperatures
 from openv41.engine.dspark_files import Calibration
 from openv41.engine.engine import Engine
-from openv41.engine.request import FinishReason, Request
-from openv41.errors import InputError, OpenV41Error
+from openv41.engine.request import Request, refuse_failed
+from openv41.errors import InputError
 
 
 class ConfidenceRecord:
@@ -71,9 +71,7 @@ def record_confidences(
         answers = engine.generate(requests)
     finally:
         engine.drafting.speculator = used
-    for answer in answers:
-        if answer.finish_reason is FinishReason.ERROR:
-            raise OpenV41Error(f"an answer to calibrate on failed: {answer.error}")
+    refuse_failed(answers, "an answer to calibrate on")
     return record.rounds()
 
 

@@ -1,6 +1,6 @@
 """What the engine is asked, and what it answers."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -10,7 +10,7 @@ from openv41.config import ModelConfig
 from openv41.engine.constraint import Constraint
 from openv41.engine.paged_store import CacheConfig
 from openv41.engine.sampler import SamplingConfig
-from openv41.errors import ConfigError
+from openv41.errors import ConfigError, OpenV41Error
 from openv41.io.image_processor import ProcessedImage
 from openv41.model.recorded_choices import problems_of
 
@@ -138,3 +138,10 @@ class Answer:
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     choices: Mapping[str, Tensor] | None = None
     error: str | None = None
+
+
+def refuse_failed(answers: Iterable[Answer], what: str) -> None:
+    """Raise OpenV41Error for the first answer that failed; ``what`` says what it was for."""
+    for answer in answers:
+        if answer.finish_reason is FinishReason.ERROR:
+            raise OpenV41Error(f"{what} failed: {answer.error}")

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from openv41.engine.engine import Engine
-from openv41.engine.request import Answer, FinishReason, Request
+from openv41.engine.request import Answer, Request, refuse_failed
 from openv41.engine.sampler import SamplingConfig
-from openv41.errors import InputError, OpenV41Error
+from openv41.errors import InputError
 
 AT_ONCE = 64  # requests between two reports of progress
 MAX_NEW_TOKENS = 256  # of a generation that does not say
@@ -123,9 +123,7 @@ class Scorer:
         answers: list[Answer] = []
         for some in _parts(requests, AT_ONCE):
             found = self.engine.generate(some)
-            for answer in found:
-                if answer.finish_reason is FinishReason.ERROR:
-                    raise OpenV41Error(f"a request of the evaluation failed: {answer.error}")
+            refuse_failed(found, "a request of the evaluation")
             answers += found
             self._progress(len(some))
         return answers
