@@ -35,7 +35,7 @@ FOLDER = "resume"
 KEPT = 2
 SUFFIX = ".safetensors"
 FORMAT = "openv41-training-state-4"
-UNREADABLE = (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError)
+UNREADABLE = (OSError, SafetensorError, KeyError, TypeError, ValueError)
 ENCODER = "vision.encoder."  # what its parameters begin with in every model
 METADATA_KEY = "state"  # one key, since the library writes several in any order
 

@@ -15,8 +15,10 @@ CHUNK = 1 << 24  # bytes that are checked at a time
 
 
 def check_folder(path: Path) -> dict[str, Any]:
-    """What a folder says about itself; ValueError if a file is another than it was."""
-    about: dict[str, Any] = json.loads((path / ABOUT).read_bytes())
+    """What a folder says about itself; ValueError for nonsense, or if a file is another."""
+    about = json.loads((path / ABOUT).read_bytes())
+    if not isinstance(about, dict) or not isinstance(about.get("files"), dict):
+        raise ValueError(f"{ABOUT} does not list the files")
     for name, summary in about.pop("files").items():
         if summary_of(path / name) != summary:
             raise ValueError(f"the size or checksum of {name} is another")

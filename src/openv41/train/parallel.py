@@ -59,6 +59,20 @@ class SharedPlacement(Placement):
             local, self.mesh, [Shard(0)], run_check=False, shape=placed.shape, stride=stride
         )
 
+    def sum_copies(self) -> None:
+        """Add up the gradients of parameters that every process holds whole."""
+        copies = [p.local for p in self.parameters if not p.is_split and p.local.requires_grad]
+        if not copies:
+            return
+        device = copies[0].device
+        used = torch.tensor([p.grad is not None for p in copies], device=device).int()
+        self.processes.max_(used)
+        for parameter, is_used in zip(copies, used.tolist(), strict=True):
+            if is_used:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                self.processes.sum_(parameter.grad)
+
 
 def share(model: StageModel, processes: Processes, experts: ExpertPlacement) -> Placement:
     """Distribute a model among several processes: see ``distribute``."""

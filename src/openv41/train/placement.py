@@ -55,17 +55,6 @@ class Placement:
 
     def sum_copies(self) -> None:
         """Add up the gradients of parameters that every process holds whole."""
-        copies = [p.local for p in self.parameters if not p.is_split and p.local.requires_grad]
-        if self.processes.size == 1 or not copies:
-            return
-        device = copies[0].device
-        used = torch.tensor([p.grad is not None for p in copies], device=device).int()
-        self.processes.max_(used)
-        for parameter, is_used in zip(copies, used.tolist(), strict=True):
-            if is_used:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                self.processes.sum_(parameter.grad)
 
 
 def whole_value(parameter: nn.Parameter) -> Tensor:
