@@ -12,100 +12,65 @@ from openv41.errors import OpenV41Error
 
 COMMANDS = {
     "compare": Place(
-        "compare",
-        "compare",
-        "Compare two traces in forward order. Exit status: 0 equal, 1 different, 2 unusable.",
+        "Compare two traces in forward order. Exit status: 0 equal, 1 different, 2 unusable."
     ),
-    "convert": Place(
-        "convert", "convert", "Rewrite a checkpoint as released codes, bfloat16 or float32."
-    ),
-    "generate": Place(
-        "generate", "generate", "Continue a prompt; only the new text goes to stdout."
-    ),
-    "chat": Place(
-        "chat", "chat", "Talk with a checkpoint; earlier turns are found in the prefix cache."
-    ),
-    "evaluate": Place("evaluate", "evaluate", "Run tasks of lm-eval and print their figures."),
-    "fixture": Place(
-        "fixture",
-        "fixture",
-        "Write a random checkpoint with tokenizer, inputs, outputs and README.",
-    ),
-    "plan": Place(
-        "plan",
-        "plan",
-        "Print the layer plan, parameters, work per token, cache and checkpoint size.",
-    ),
+    "convert": Place("Rewrite a checkpoint as released codes, bfloat16 or float32."),
+    "generate": Place("Continue a prompt; only the new text goes to stdout."),
+    "chat": Place("Talk with a checkpoint; earlier turns are found in the prefix cache."),
+    "evaluate": Place("Run tasks of lm-eval and print their figures."),
+    "fixture": Place("Write a random checkpoint with tokenizer, inputs, outputs and README."),
+    "plan": Place("Print the layer plan, parameters, work per token, cache and checkpoint size."),
     "report": Place(
-        "report",
-        "report",
-        "Draw loss, expert balance, update sizes, gradients and speed, and one HTML page of them.",
+        "Draw loss, expert balance, update sizes, gradients and speed, and one HTML page of them."
     ),
     "serve": Place(
-        "serve",
-        "serve",
-        "Serve a checkpoint until SIGTERM or Ctrl-C; running answers are finished first.",
+        "Serve a checkpoint until SIGTERM or Ctrl-C; running answers are finished first."
     ),
-    "trace": Place(
-        "trace",
-        "trace",
-        "Run a case and write its tensors under the names that the golden files use.",
-    ),
-    "train": Place(
-        "train",
-        "train",
-        "Train a model on text, and on images; OUT/checkpoint holds it in the end.",
-    ),
-    "where": Place(
-        "where",
-        "where",
-        "Print the files that implement a section of the report, with line numbers.",
-    ),
+    "trace": Place("Run a case and write its tensors under the names that the golden files use."),
+    "train": Place("Train a model on text, and on images; OUT/checkpoint holds it in the end."),
+    "where": Place("Print the files that implement a section of the report, with line numbers."),
 }
 DATA = {
-    "prepare": Place("data", "prepare", "Write text files as token shards."),
+    "prepare": Place("Write text files as token shards.", "data"),
     "images": Place(
-        "data_samples",
-        "images",
         "Write image-text samples as shards: pairs, interleaved documents or conversations.",
+        "data_samples",
     ),
     "samples": Place(
-        "data_samples",
-        "samples",
         "Write samples without images as shards: conversations whose answers are learned.",
+        "data_samples",
     ),
 }
 DSPARK = {
     "calibrate": Place(
+        "Fit the temperatures of the confidences on answers to held-out prompts.",
         "dspark",
         "calibrate_command",
-        "Fit the temperatures of the confidences on answers to held-out prompts.",
     ),
     "profile": Place(
+        "Time steps of this machine with and without drafts; the scheduler plans by them.",
         "dspark",
         "profile_command",
-        "Time steps of this machine with and without drafts; the scheduler plans by them.",
     ),
     "regenerate": Place(
-        "dspark_regenerate",
-        "regenerate_command",
         "Let the target answer prompts, and write what it says as samples whose answers are "
         "learned.",
+        "dspark_regenerate",
+        "regenerate_command",
     ),
 }
 INSPECT = {
     "image": Place(
-        "inspect",
-        "image",
         "Draw an image's patch grid, its tokens, and the experts that they use beside the text's.",
+        "inspect",
     ),
 }
 TOKENIZER = {
-    "train": Place("tokenizer", "train", "Train a byte-level BPE tokenizer on text files."),
+    "train": Place("Train a byte-level BPE tokenizer on text files.", "tokenizer"),
     "fetch-released": Place(
+        "Rebuild the released tokenizer from a published package; checked by its hash.",
         "tokenizer",
         "fetch",
-        "Rebuild the released tokenizer from a published package; checked by its hash.",
     ),
 }
 GROUPS = {

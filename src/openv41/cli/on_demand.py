@@ -11,9 +11,9 @@ from typer.core import TyperCommand
 class Place(NamedTuple):
     """Where a command is, and its line in the list."""
 
-    module: str  # in openv41.cli
-    function: str
     line: str  # the first paragraph of the function's docstring
+    module: str | None = None  # in openv41.cli; None where it has the command's name
+    function: str | None = None  # likewise
 
 
 class OnDemand(TyperCommand):
@@ -21,13 +21,13 @@ class OnDemand(TyperCommand):
 
     def __init__(self, name: str, place: Place) -> None:
         super().__init__(name, help=place.line)
-        self._place = place
+        self._module, self._function = place.module or name, place.function or name
 
     def load(self) -> TyperCommand:
         """Import the command."""
-        module = importlib.import_module(f"openv41.cli.{self._place.module}")
+        module = importlib.import_module(f"openv41.cli.{self._module}")
         app = typer.Typer(add_completion=False)
-        app.command(self.name)(getattr(module, self._place.function))
+        app.command(self.name)(getattr(module, self._function))
         command = typer.main.get_command(app)
         assert isinstance(command, TyperCommand), f"{self.name} is {command}"
         return command
