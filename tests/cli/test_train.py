@@ -227,3 +227,9 @@ def test_starting_points_that_do_not_work(base, data, tmp_path):
     assert f"prepare the text with --tokenizer {base}" in result.stderr
     assert result.exit_code == 2
     assert not out.exists()
+
+
+def test_experts_of_one_process_are_not_parallel(data, tmp_path):
+    result = invoke(data, tmp_path / "run", "--experts", "parallel")
+    assert result.exit_code == 0, result.stderr
+    assert "--experts parallel changes nothing" in result.stderr

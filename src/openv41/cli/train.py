@@ -101,6 +101,8 @@ def train(
     model, made, token_map = configure(source, data, settings or [], stages=names, images=sees)
     with join(_prepare(device, made[0].train.cpu_threads)) as processes:
         err.quiet = not processes.is_first
+        if experts is Experts.PARALLEL and processes.size == 1:
+            note("one process holds all experts: --experts parallel changes nothing")
         run = Run(
             model=model,
             stages=made,

@@ -238,7 +238,7 @@ def _part(part: object, where: str, folder: Path, weight: float) -> Part:
 
 
 def _image(image: object, where: str, folder: Path) -> ImagePart:
-    if isinstance(image, str):
+    if isinstance(image, str) and image:
         path = folder / image
         try:
             return ImagePart(path.read_bytes(), str(path))
