@@ -38,14 +38,6 @@ TRIED = {
         "thread. Training keeps the reference until they have run on a GPU."
     ),
 }
-CUTS = {  # in Triton: tokens, width, chunks, warps, stages, whether in one launch
-    "triton": (64, 32, 8, 8, 2, True),
-    "triton, two launches": (64, 32, 20, 8, 2, False),
-}
-FEW = {
-    "triton": (16, 64, 1, 4, 1, True),
-    "triton, two launches": (16, 32, 2, 4, 2, False),
-}
 NAMES = ("x", "y", "b", "c", "a", "fn", "base", "scale", "norm")
 
 
@@ -84,21 +76,6 @@ def error(given: Inputs, outputs: tuple[Tensor, ...]) -> float:
         want = mega_mhc.reference(**in_double(some, 64))
         found += [relative_error(g[rows], w) for g, w in zip(outputs, want, strict=True)]
     return max(found)
-
-
-def variant(cut: tuple[Any, ...]) -> Callable[..., tuple[Tensor, ...]]:
-    """The kernel, cut in another way."""
-
-    def run(**given: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
-        from openv41.ops import mhc_forward_triton as forward  # noqa: PLC0415 -- needs Triton
-
-        weights = tuple(given[name] for name in NAMES[5:])
-        constants = tuple(CONSTANTS.values())
-        pending = given["y"], given["b"], given["c"]
-        cutting = forward.Tiling(*cut)
-        return forward.advance(given["x"], pending, given["a"], weights, constants, cutting)[:5]
-
-    return run
 
 
 def separately(**given: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
@@ -148,7 +125,6 @@ def forward_row(tokens: int) -> Row:
     goals = [Goal("over_empty_us", 5.0), Goal("peer_ratio", 2.5)]
     if tokens >= 8192:
         goals = [Goal("over_floor", 1.25), Goal("peer_ratio", 1.3, "best_mix")]
-    cuts = CUTS if tokens >= 8192 else FEW if tokens in (1, 64) else {}
     split = {"separate kernels": separately} if tokens >= 8192 else {}
     return Row(
         op="mega_mhc",
@@ -160,7 +136,7 @@ def forward_row(tokens: int) -> Row:
         tolerance=0.01,
         floor_bytes=bytes_of(tokens, 2 * STREAMS + 2),
         floor_flops=2 * tokens * STREAMS * DIM * STREAMS * (STREAMS + 2),
-        variants={name: variant(cut) for name, cut in cuts.items()} | split,
+        variants=split,
         peers=("sglang:mhc", "sglang:mhc_best_mix", "tilekernels:mhc"),
         goals=tuple(goals),
     )

@@ -1,6 +1,7 @@
 // CUDA C++ on a CPU, for tests: a thread per CUDA thread; those of a warp meet at barriers.
 #pragma once
 
+#include <atomic>
 #include <barrier>
 #include <cmath>
 #include <cstdint>
@@ -15,6 +16,8 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __grid_constant__
+using cudaStream_t = void *;
+using cudaError_t = int;
 struct uint4 { uint32_t x, y, z, w; };
 struct float4 { float x, y, z, w; };
 struct float2 { float x, y; };
@@ -30,12 +33,20 @@ struct Block {
   std::barrier<> all; std::vector<std::unique_ptr<std::barrier<>>> warps;
   struct Slot { uint32_t v[16]; }; std::vector<Slot> slots;
 };
-inline Block *block; alignas(16) inline char emulated_memory[1 << 20];
+inline thread_local Block *block; alignas(16) inline char emulated_memory[1 << 20];
+inline thread_local dim3 blockDim;
+inline float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline void __syncthreads() { block->all.arrive_and_wait(); }
 inline void warp_sync() { block->warps[threadIdx.x / 32]->arrive_and_wait(); }
 inline float __shfl_xor_sync(unsigned, float v, int mask) {
   block->slots[threadIdx.x].v[0] = as_uint(v); warp_sync();
   float r = __uint_as_float(block->slots[threadIdx.x ^ mask].v[0]); warp_sync(); return r;
+}
+inline float __shfl_sync(unsigned, float v, int from) {
+  block->slots[threadIdx.x].v[0] = as_uint(v); warp_sync();
+  float r = __uint_as_float(block->slots[threadIdx.x / 32 * 32 + from].v[0]); warp_sync(); return r;
 }
 inline uint32_t bf16(float f) { uint32_t u = as_uint(f); return (u + 0x7fff + ((u >> 16) & 1)) >> 16; }
 inline uint32_t emulated_pack(float a, float b) { return bf16(a) | bf16(b) << 16; }
@@ -63,14 +74,72 @@ template <class F> void run_blocks(unsigned threads, F run) {
   for (unsigned y = 0; y < gridDim.y; ++y)
     for (unsigned x = 0; x < gridDim.x; ++x) {
       Block one(threads);
-      block = &one;
       std::vector<std::thread> all;
       for (unsigned i = 0; i < threads; ++i)
-        all.emplace_back([=] {
+        all.emplace_back([=, &one] {
+          block = &one;
           threadIdx = {i};
           blockIdx = {x, y, 0};
           run();
         });
       for (auto &thread : all) thread.join();
     }
+}
+
+// A cluster: its blocks run at once. Copies are there at once; a barrier counts bytes.
+constexpr int kClusterBlocks = 16;
+struct Cluster {
+  explicit Cluster(unsigned threads) : all(threads * kClusterBlocks) {}
+  std::barrier<> all; char *memories[kClusterBlocks];
+};
+inline thread_local Cluster *cluster; inline thread_local int block_in_cluster;
+struct Received { std::atomic<uint32_t> bytes, expected; };
+inline uint32_t phase_bytes;
+inline void copy_async(void *to, const void *from, bool inside) {
+  if (inside) memcpy(to, from, 16); else memset(to, 0, 16);
+}
+inline void commit_copies() {}
+template <int kLeft> void wait_for_copies() {}
+inline uint32_t cluster_rank() { return block_in_cluster; }
+inline void cluster_arrive() { cluster->all.arrive_and_wait(); }
+inline void cluster_wait() {}
+inline void set_up(uint64_t *barrier) { *barrier = 0; }
+inline void expect(uint64_t *barrier, uint32_t bytes) {
+  phase_bytes = bytes; reinterpret_cast<Received *>(barrier)->expected += 1;
+}
+inline void wait_for(uint64_t *barrier, uint32_t parity) {
+  auto *found = reinterpret_cast<Received *>(barrier);
+  auto phase = [&] {
+    uint32_t arrived = found->expected; return arrived ? std::min(arrived, found->bytes / phase_bytes) : 0;
+  };
+  while (phase() % 2 == parity) std::this_thread::yield();
+}
+inline void send_to(uint32_t rank, float *place, uint64_t *barrier, float value) {
+  char *own = cluster->memories[block_in_cluster], *other = cluster->memories[rank];
+  *reinterpret_cast<float *>(other + (reinterpret_cast<char *>(place) - own)) = value;
+  reinterpret_cast<Received *>(other + (reinterpret_cast<char *>(barrier) - own))->bytes += 4;
+}
+
+// A cluster after the other; shared memory holds NaN.
+template <class F> void run_clusters(unsigned threads, size_t bytes, F run) {
+  blockDim = {threads, 1, 1};
+  for (unsigned first = 0; first < gridDim.x; first += kClusterBlocks) {
+    Cluster one(threads);
+    std::vector<std::vector<uint4>> memories(kClusterBlocks, std::vector<uint4>(bytes / 16 + 1));
+    std::vector<std::unique_ptr<Block>> blocks;
+    std::vector<std::thread> all;
+    for (unsigned k = 0; k < kClusterBlocks; ++k) {
+      blocks.push_back(std::make_unique<Block>(threads));
+      one.memories[k] = reinterpret_cast<char *>(memories[k].data());
+      memset(one.memories[k], 0xff, bytes);
+    }
+    for (unsigned k = 0; k < kClusterBlocks; ++k)
+      for (unsigned i = 0; i < threads; ++i)
+        all.emplace_back([&, k, i] {
+          block = blocks[k].get(), cluster = &one, block_in_cluster = k;
+          threadIdx = {i}, blockIdx = {first + k, 0, 0}, blockDim = {threads, 1, 1};
+          run();
+        });
+    for (auto &thread : all) thread.join();
+  }
 }

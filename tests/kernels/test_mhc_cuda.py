@@ -1,4 +1,4 @@
-"""The CUDA source of the streams' gradients, run thread by thread on the CPU, against float64."""
+"""The CUDA sources of the streams, run thread by thread on the CPU, against float64."""
 
 import ctypes
 import math
@@ -10,20 +10,32 @@ from pathlib import Path
 import pytest
 import torch
 
+from openv41 import ops
 from openv41.ops import mhc_cuda
 from openv41.ops.cuda_library import FOLDER
 from tests.close import assert_close
 
 SHIM = Path(__file__).with_name("cuda_on_cpu.h")
-LAUNCH = """
+LAUNCHES = (
+    """
 template <bool kHasY, bool kHasG>
-int launch(const Args &args, int groups, void *) {
+cudaError_t launch(const Args &args, int groups, cudaStream_t) {
   static_assert(kBytes <= sizeof(emulated_memory));
   gridDim = {unsigned(args.dim / kWidth), unsigned(groups), 1};
   run_blocks(kWarps * 32, [&] { gradients<kHasY, kHasG>(args); });
   return 0;
 }
-"""
+""",
+    """
+template <bool kHasY, int kStages>
+cudaError_t launch(const Args &args, int clusters, cudaStream_t) {
+  gridDim = {unsigned(kRanks * clusters), 1, 1};
+  const int bytes = sizeof(Memory) + kStages * sizeof(Stage);
+  run_clusters(args.dim / kRanks, bytes, [&] { boundary<kHasY, kStages>(args); });
+  return 0;
+}
+""",
+)
 
 
 def for_the_cpu(source, header):
@@ -35,30 +47,99 @@ def for_the_cpu(source, header):
     product = "emulated_multiply(sum, a0, a1, a2, a3, b0, b1);\n"
     header = re.sub(r"asm volatile\(.*?\);\n", product, header, flags=re.S)
     source = source.replace('#include "mhc_pairs.cuh"', header)
+    source = source.replace('#include "mhc_cluster.cuh"\n', "")
     source = source.replace(
         "extern __shared__ uint4 memory[];",
         "uint4 *memory = reinterpret_cast<uint4 *>(emulated_memory);",
     )
-    source = re.sub(
-        r"template <bool kHasY, bool kHasG>\ncudaError_t launch.*?\n}\n", LAUNCH, source, flags=re.S
+    source = source.replace(
+        "extern __shared__ uint4 whole[];",
+        "void *whole = cluster->memories[block_in_cluster];",
     )
-    return f'#include "{SHIM}"\n' + source.replace("static_cast<cudaStream_t>(stream)", "stream")
+    for launch in LAUNCHES:
+        head = re.escape(launch.strip().splitlines()[0])
+        source = re.sub(head + r"\ncudaError_t launch.*?\n}\n", launch, source, flags=re.S)
+    source = re.sub(
+        r"template <bool kHasY, int kStages>\ncudaLaunchConfig_t.*?\n}\n", "", source, flags=re.S
+    )
+    source = re.sub(r'extern "C" int openv41_mega_mhc_clusters.*?\n}\n', "", source, flags=re.S)
+    return f'#include "{SHIM}"\n' + source
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    """The source, compiled for the CPU."""
+def compiled(source, folder):
+    """A source, compiled for the CPU."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no g++")
-    folder = tmp_path_factory.mktemp("cuda")
-    code = for_the_cpu(
-        (FOLDER / mhc_cuda.SOURCES[1]).read_text(), (FOLDER / "mhc_pairs.cuh").read_text()
-    )
+    code = for_the_cpu((FOLDER / source).read_text(), (FOLDER / "mhc_pairs.cuh").read_text())
     (folder / "source.cpp").write_text(code)
     words = [compiler, "-O1", "-std=c++20", "-shared", "-fPIC", "-pthread", "-w"]
     subprocess.run([*words, "source.cpp", "-o", "library.so"], cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "library.so"))
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """The source of the gradients."""
+    return compiled(mhc_cuda.SOURCES[1], tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.fixture(scope="module")
+def forward_library(tmp_path_factory):
+    """The source of the forward."""
+    return compiled(mhc_cuda.SOURCES[0], tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tokens", "dim", "clusters", "has_y"),
+    [(1, 512, 8, True), (37, 512, 1, True), (150, 1024, 2, False), (1040, 512, 1, True)],
+)
+def test_the_streams(forward_library, tokens, dim, clusters, has_y):
+    """Tiles of one cluster follow each other; the last one is cut; every element is written."""
+    T, N = tokens, 4
+    x, y, a = torch.randn(T, N, dim).bfloat16(), torch.randn(T, dim).bfloat16(), torch.rand(T, N)
+    b, c = torch.rand(T, N, N), torch.rand(T, N)
+    weights = {
+        "fn": torch.randn(24, N * dim) / math.sqrt(N * dim),
+        "base": torch.randn(24),
+        "scale": torch.rand(3) + 0.5,
+        "norm": (1 + torch.rand(dim)).to(torch.bfloat16 if has_y else torch.float32),
+    }
+    pending = (y, b, c) if has_y else (None,) * 3
+    out = [torch.full_like(x, math.nan), torch.full_like(y, math.nan), torch.full_like(a, math.nan)]
+    out += [torch.full((T, *size), math.nan) for size in ((N, N), (N,), (32,), (2,))]
+    sizes = *x.stride()[:2], y.stride(0), T, dim, 20, int(has_y), clusters
+    forward_library.openv41_mega_mhc(
+        mhc_cuda._addresses(x, *pending, a, *weights.values(), *out),
+        (ctypes.c_longlong * len(sizes))(*sizes),
+        ctypes.c_float(1e-6),
+        ctypes.c_float(1e-20),
+        None,
+    )
+    wide = [part if part is None else part.double() for part in (x, *pending, a)]
+    weights = {name: weight.double() for name, weight in weights.items()}
+    options = {"steps": 20, "eps": 1e-6, "norm_eps": 1e-20}
+    want = ops.mega_mhc.reference(*wide, **weights, **options)
+    new = (out[0] if has_y else x).double()  # as they are written
+    rounded = ops.predict_mix.reference(
+        new,
+        weights["fn"],
+        weights["base"],
+        weights["scale"],
+        **options,
+    )
+    for name, got, right, eps in (
+        *((("x", out[0], want[0], 2**-8),) if has_y else ()),
+        ("h", out[1], want[1], 2**-7),
+        *zip("abc", out[2:5], rounded, (2e-5,) * 3, strict=True),
+    ):
+        assert_close(name, got, right, rtol=eps, atol=eps * right.abs().max().item() / 8)
+    assert out[5].isfinite().all()
+    assert not out[5][:, 24:].any()
+    assert_close("inverse", out[6][:, 0], new.square().mean((1, 2)).rsqrt(), rtol=1e-5, atol=0)
+    h = (a.double()[..., None] * want[0]).sum(1)
+    assert_close("inverse of h", out[6][:, 1], h.square().mean(1).rsqrt(), rtol=1e-4, atol=0)
 
 
 def wanted(x, pending, a, grads, full):

@@ -5,6 +5,7 @@ tokens; (3 N + 3) D in the gradients of the streams.
 """
 
 import ctypes
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -13,11 +14,8 @@ from openv41.ops.cuda_library import load
 
 SOURCES = ("mhc.cu", "mhc_backward.cu")  # both include mhc_pairs.cuh
 STREAMS = 4
-FEW_TOKENS, FEW_WIDTH = 64, 64  # of one tile, of its slices; as in the source
-MANY_TOKENS, MANY_WIDTH = 128, 128
+RANKS, WARP_WIDTH, MOST_WARPS = 16, 32, 10  # blocks of a cluster; numbers of a warp; its warps
 BACKWARD_TOKENS, BACKWARD_WIDTH = 128, 256
-PART_WIDTH = 32
-MOST_SLICES = 128  # programs that wait for each other: all run at once
 
 
 def library() -> ctypes.CDLL | None:
@@ -25,17 +23,16 @@ def library() -> ctypes.CDLL | None:
     return load(*SOURCES)
 
 
-def slices_of(tokens: int, dim: int) -> int:
-    """In how many slices the rows are cut."""
-    return dim // (FEW_WIDTH if tokens <= FEW_TOKENS else MANY_WIDTH)
+@cache
+def clusters(dim: int) -> int:
+    """How many clusters of blocks run at once on this GPU; 0 where it cannot run one."""
+    compiled = library()
+    return 0 if compiled is None else int(compiled.openv41_mega_mhc_clusters(dim))
 
 
-def fits(x: Tensor, others: tuple[Tensor, ...]) -> bool:
-    """Whether the source takes these streams; ``others`` are read in pieces of 16 bytes too."""
-    dim = x.shape[2]
+def _reads(x: Tensor, others: tuple[Tensor, ...]) -> bool:
+    """Whether a source can read these streams; ``others`` are read in pieces of 16 bytes too."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or x.shape[1] != STREAMS:
-        return False
-    if dim % MANY_WIDTH or dim // FEW_WIDTH > MOST_SLICES:
         return False
     if any(t.dtype not in (torch.bfloat16, torch.float32) for t in others):
         return False
@@ -44,30 +41,28 @@ def fits(x: Tensor, others: tuple[Tensor, ...]) -> bool:
     return library() is not None
 
 
-def tiles_of(tokens: int) -> int:
-    """In how many tiles the tokens are cut."""
-    return -(-tokens // (FEW_TOKENS if tokens <= FEW_TOKENS else MANY_TOKENS))
+def fits(x: Tensor, others: tuple[Tensor, ...]) -> bool:
+    """Whether the source takes these streams."""
+    dim = x.shape[2]
+    if dim % (RANKS * WARP_WIDTH) or dim > RANKS * WARP_WIDTH * MOST_WARPS:
+        return False
+    return _reads(x, others) and clusters(dim) > 0
 
 
 def launch(
     pointers: tuple[Tensor | None, ...],
     strides: tuple[int, int, int],
-    counters: Tensor,
     norm: Tensor,
     constants: tuple[int, float, float],
 ) -> None:
-    """Launch on tensors in the source's order, up to the partial sums and the counters."""
+    """Launch on tensors in the source's order."""
     compiled, x = library(), pointers[0]
     assert compiled is not None and x is not None, "the launch was not checked by fits"  # noqa: PT018
-    tokens, dim = len(x), x.shape[2]
-    slices = slices_of(tokens, dim)
-    rows = tiles_of(tokens) * slices * (FEW_TOKENS if tokens <= FEW_TOKENS else MANY_TOKENS)
-    parts = torch.empty(rows, PART_WIDTH, dtype=torch.float32, device=x.device)
-    sums = torch.empty(rows, 2, dtype=torch.float32, device=x.device)
     steps, eps, norm_eps = constants
-    sizes = *strides, tokens, dim, slices, steps, int(norm.dtype == torch.bfloat16)
+    tokens, dim = len(x), x.shape[2]
+    sizes = *strides, tokens, dim, steps, int(norm.dtype == torch.bfloat16), clusters(dim)
     error = compiled.openv41_mega_mhc(
-        _addresses(*pointers, parts, sums, counters),
+        _addresses(*pointers),
         (ctypes.c_longlong * len(sizes))(*sizes),
         ctypes.c_float(eps),
         ctypes.c_float(norm_eps),
@@ -78,7 +73,7 @@ def launch(
 
 def backward_fits(x: Tensor, others: tuple[Tensor, ...]) -> bool:
     """Whether the source takes these streams for their gradients."""
-    return x.shape[2] % BACKWARD_WIDTH == 0 and fits(x, others)
+    return x.shape[2] % BACKWARD_WIDTH == 0 and _reads(x, others)
 
 
 def launch_backward(

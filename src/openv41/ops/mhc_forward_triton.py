@@ -1,16 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The streams between two blocks on a GPU: one read and one write of them. Report §2.4.1.
+"""The streams between two blocks on a GPU, where CUDA C++ is not to be had. Report §2.4.1.
 
 A program advances a tile of tokens over one slice of D: it updates and stores the streams,
-collapses them, and leaves partial sums of the projection and of both squares. All of a tile's
-slices must have arrived before the collapsed row can be normalised and the coefficients be
-computed. In one launch, programs wait for each other at a counter; programs of a tile have
-consecutive numbers and start in that order, so those that are waited for run already. In two
-launches nobody waits, but the collapsed row is read and written once more.
+collapses them, and leaves partial sums of the projection and of both squares. A second launch adds
+the slices' sums, normalises the collapsed rows and computes the coefficients.
 
-Numbers moved per token, of bf16: (2 N + 2) D in one launch, (2 N + 4) D in two; 842 MB at T = 8192,
-D = 5120, N = 4, which is 196 us at 4.3 TB/s. The projection takes three products of bf16, whose sum
-is that of float32 weights exactly: 6 N D P operations per token.
+Numbers moved per token, of bf16: (2 N + 4) D; mhc.cu moves (2 N + 2) D in one launch. The
+projection takes three products of bf16, whose sum is that of float32 weights exactly: 6 N D P
+operations per token.
 """
 
 import functools
@@ -24,12 +21,8 @@ from torch import Tensor
 from openv41.ops import mhc_cuda
 
 WIDTH = 32  # of the mixes, N (N + 2) of which are used
-MOST_SLICES = 128  # programs that wait for each other: all run at once on any GPU of ours
-MOST_TILES = 1 << 14  # with a counter each
 FEW_TOKENS = 512
 CHUNK = 32  # numbers of a row that a program reads at once
-GRAPHS = -1  # in the place of a stream
-PATIENCE = 1 << 22  # polls after which a program gives up: wrong numbers instead of a hang
 
 # The interpreter has no product of bf16.
 DOT = tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16
@@ -97,7 +90,7 @@ def _advance(
     N: tl.constexpr, P: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, CHUNKS: tl.constexpr,
     HAS_Y: tl.constexpr, FULL: tl.constexpr, STORE_H: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Advance a slice of a tile; return the collapsed rows of its last chunk."""
+    """Advance a slice of a tile."""
     t = tile.to(tl.int64) * BT + tl.arange(0, BT)
     is_token = t < T
     b, c, a = _coefficients(b_ptr, c_ptr, a_ptr, t, is_token, N, HAS_Y, BD // 2)
@@ -105,7 +98,6 @@ def _advance(
     square = tl.zeros([BT], tl.float32)
     h_square = tl.zeros([BT], tl.float32)
     p = tl.arange(0, P)
-    h = tl.zeros([BT, BD], tl.float32)
     for chunk in tl.range(CHUNKS):
         d = (part * CHUNKS + chunk) * BD + tl.arange(0, BD)
         inside = is_token[:, None] & (d < D)[None, :]
@@ -150,7 +142,6 @@ def _advance(
         tl.store(parts_ptr + row[:, None] * P + p[None, :], mixes)
         tl.store(sums_ptr + row * 2, square)
         tl.store(sums_ptr + row * 2 + 1, h_square)
-    return h
 
 
 @triton.jit
@@ -227,11 +218,10 @@ def _sum_of_slices(ptr, first, i, is_row, SLICES, BT: tl.constexpr, SLICES_UP: t
 @triton.jit
 @no_type_check
 def _normalise(
-    h, sums_ptr, norm_ptr, h_ptr, T, D, tile, part, SLICES, norm_eps,
+    sums_ptr, norm_ptr, h_ptr, T, D, tile, part, SLICES, norm_eps,
     BT: tl.constexpr, BD: tl.constexpr, CHUNKS: tl.constexpr, SLICES_UP: tl.constexpr,
-    KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Normalise a slice of the collapsed rows; ``h`` is that slice where it was kept."""
+    """Normalise a slice of the collapsed rows."""
     first = tile.to(tl.int64) * SLICES * BT
     i = tl.arange(0, BT)
     t = tile.to(tl.int64) * BT + i
@@ -241,8 +231,7 @@ def _normalise(
         d = (part * CHUNKS + chunk) * BD + tl.arange(0, BD)
         inside = (t < T)[:, None] & (d < D)[None, :]
         at = h_ptr + t[:, None] * D + d[None, :]
-        if not KEPT:
-            h = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        h = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         norm = tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)
         out = h * inverse[:, None] * norm[None, :]
         tl.store(at, out.to(h_ptr.dtype.element_ty), mask=inside)
@@ -281,49 +270,6 @@ def _finish_coefficients(
 
 @triton.jit
 @no_type_check
-def _wait_for_all(counter_ptr, SLICES, PATIENCE: tl.constexpr):
-    """Wait until all programs of a tile are here; a counter only grows, by SLICES per launch."""
-    tl.debug_barrier()
-    before = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
-    wanted = (before // SLICES + 1) * SLICES
-    seen = before + 1
-    polls = 0
-    while (seen < wanted) & (polls < PATIENCE):
-        seen = tl.atomic_add(counter_ptr, 0, sem="acquire", scope="gpu")
-        polls += 1
-    tl.debug_barrier()
-
-
-@triton.jit
-@no_type_check
-def _one_launch(
-    x_ptr, y_ptr, b_ptr, c_ptr, a_ptr, fn_ptr, new_ptr, h_ptr, parts_ptr, sums_ptr,
-    base_ptr, scale_ptr, norm_ptr, next_a_ptr, next_b_ptr, next_c_ptr, mixes_ptr, inverse_ptr,
-    counters_ptr, T, D, x_t, x_n, y_t, SLICES, eps, norm_eps,
-    N: tl.constexpr, P: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, CHUNKS: tl.constexpr,
-    ROWS: tl.constexpr, SLICES_UP: tl.constexpr, STEPS: tl.constexpr, HAS_Y: tl.constexpr,
-    DOT: tl.constexpr, PATIENCE: tl.constexpr,
-):  # fmt: skip
-    tile, part = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES
-    h = _advance(
-        x_ptr, y_ptr, b_ptr, c_ptr, a_ptr, fn_ptr, new_ptr, h_ptr, parts_ptr, sums_ptr,
-        T, D, x_t, x_n, y_t, tile, part, SLICES, N, P, BT, BD, CHUNKS, HAS_Y, True, CHUNKS > 1, DOT,
-    )  # fmt: skip
-    _wait_for_all(counters_ptr + tile, SLICES, PATIENCE)
-    _normalise(
-        h, sums_ptr, norm_ptr, h_ptr, T, D, tile, part, SLICES, norm_eps,
-        BT, BD, CHUNKS, SLICES_UP, CHUNKS == 1,
-    )  # fmt: skip
-    if part * ROWS < BT:
-        _finish_coefficients(
-            parts_ptr, sums_ptr, base_ptr, scale_ptr, next_a_ptr, next_b_ptr, next_c_ptr,
-            mixes_ptr, inverse_ptr, T, D, tile, part, SLICES, eps, norm_eps,
-            N, P, BT, ROWS, SLICES_UP, STEPS,
-        )  # fmt: skip
-
-
-@triton.jit
-@no_type_check
 def _first_launch(
     x_ptr, y_ptr, b_ptr, c_ptr, a_ptr, fn_ptr, new_ptr, h_ptr, parts_ptr, sums_ptr,
     T, D, x_t, x_n, y_t, SLICES,
@@ -347,8 +293,7 @@ def _second_launch(
 ):  # fmt: skip
     tile, part = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES
     _normalise(
-        tl.zeros([BT, BD], tl.float32), sums_ptr, norm_ptr, h_ptr, T, D, tile, part, SLICES,
-        norm_eps, BT, BD, CHUNKS, SLICES_UP, False,
+        sums_ptr, norm_ptr, h_ptr, T, D, tile, part, SLICES, norm_eps, BT, BD, CHUNKS, SLICES_UP,
     )  # fmt: skip
     if part * ROWS < BT:
         _finish_coefficients(
@@ -366,7 +311,6 @@ class Tiling(NamedTuple):
     chunks: int = 1
     warps: int = 4
     stages: int = 2
-    one_launch: bool = True
 
 
 def tiling(tokens: int, dim: int) -> Tiling:
@@ -375,30 +319,6 @@ def tiling(tokens: int, dim: int) -> Tiling:
     chunks = 2 if tokens <= FEW_TOKENS else 8
     chunks = min(chunks, triton.next_power_of_2(triton.cdiv(dim, CHUNK)))
     return Tiling(rows, CHUNK, chunks, warps=rows // 8 if rows > 32 else 4)
-
-
-@functools.cache
-def _counters_of(device: torch.device) -> dict[tuple[int, int], Tensor]:
-    """Counters of the tiles, by stream and number of slices, of which they are multiples."""
-    return {}
-
-
-def _shared_counters(x: Tensor, tiles: int, slices: int) -> Tensor | None:
-    """The counters of this launch, or None where programs cannot wait for each other.
-
-    Launches of one stream follow each other; all graphs share counters, and may not run at once.
-    """
-    if not x.is_cuda or tiles > MOST_TILES or slices > MOST_SLICES:
-        return None
-    known = _counters_of(x.device)
-    stream = torch.cuda.current_stream(x.device).cuda_stream
-    if torch.cuda.is_current_stream_capturing():
-        found = known.get((GRAPHS, slices))  # memory of a graph must not outlive it: not kept
-        return torch.zeros(tiles, dtype=torch.int64, device=x.device) if found is None else found
-    for key in ((GRAPHS, slices), (stream, slices)):
-        if key not in known:
-            known[key] = torch.zeros(MOST_TILES, dtype=torch.int64, device=x.device)
-    return known[stream, slices]
 
 
 class Advanced(NamedTuple):
@@ -439,13 +359,10 @@ def advance(
     if num_tokens == 0:
         return found
     if cut is None and mhc_cuda.fits(x, (a, fn, norm, *(pending or ()))) and y.stride(0) % 8 == 0:
-        tiles, slices = mhc_cuda.tiles_of(num_tokens), mhc_cuda.slices_of(num_tokens, dim)
-        counters = _shared_counters(x, tiles, slices)
-        if counters is not None:
-            first = x, *(pending or (None, None, None)), a, fn, base, scale, norm, new
-            strides = x.stride(0), x.stride(1), y.stride(0)
-            mhc_cuda.launch((*first, *found[1:]), strides, counters, norm, constants)
-            return found
+        first = x, *(pending or (None, None, None)), a, fn, base, scale, norm, new
+        strides = x.stride(0), x.stride(1), y.stride(0)
+        mhc_cuda.launch((*first, *found[1:]), strides, norm, constants)
+        return found
     cut = cut or tiling(num_tokens, dim)
     tiles = triton.cdiv(num_tokens, cut.tokens)
     slices = triton.cdiv(dim, cut.width * cut.chunks)
@@ -463,13 +380,6 @@ def advance(
     streams = (x, y, b, c, a, fn, x if new is None else new, h, parts, sums)
     strides = (x.stride(0), x.stride(1), y.stride(0))
     outs = (found.a, found.b, found.c, found.mixes, found.inverse)
-    counters = _shared_counters(x, tiles, slices) if cut.one_launch else None
-    if counters is not None:
-        _one_launch[grid](
-            *streams, base, scale, norm, *outs, counters, num_tokens, dim, *strides, slices,
-            eps, norm_eps, PATIENCE=PATIENCE, **both, **ends,
-        )  # fmt: skip
-        return found
     _first_launch[grid](
         *streams, num_tokens, dim, *strides, slices, FULL=True, STORE_H=True, **both
     )

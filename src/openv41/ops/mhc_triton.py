@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, misc"
-"""Kernels of the residual streams: one launch forward, three backward. Report §2.4.1."""
+"""Kernels of the residual streams, forward and backward. Report §2.4.1."""
 
 from typing import Any
 
@@ -10,8 +10,6 @@ from openv41.ops._dispatch import kernel
 from openv41.ops.mhc_backward_triton import Saved, boundary_backward, streams_backward
 from openv41.ops.mhc_forward_triton import Advanced, advance, collapse, update
 
-# No kernel says that it has a backward: the gradients have been compared on a CPU alone so far, in
-# Triton's interpreter and thread by thread, and training keeps the reference.
 DTYPES = (torch.bfloat16, torch.float32)
 MOST_STREAMS = 4  # the coefficients of more do not fit the kernel's registers
 
@@ -58,7 +56,7 @@ def _refuse(
     return _refuse_streams(x, *coefficients, deterministic=deterministic)
 
 
-@kernel(refuse=_refuse)
+@kernel(refuse=_refuse, has_backward=True)
 def mega_mhc(
     x: Tensor,
     y: Tensor | None,
@@ -99,7 +97,7 @@ def _refuse_prediction(
     return _refuse_streams(x, fn, base, scale, deterministic=deterministic)
 
 
-@kernel(refuse=_refuse_prediction)
+@kernel(refuse=_refuse_prediction, has_backward=True)
 def predict_mix(
     x: Tensor,
     fn: Tensor,
@@ -119,7 +117,7 @@ def predict_mix(
     return out[1], out[2], out[3]
 
 
-@kernel(refuse=_refuse_update)
+@kernel(refuse=_refuse_update, has_backward=True)
 def update_streams(
     x: Tensor,
     y: Tensor,
@@ -134,7 +132,7 @@ def update_streams(
     return new
 
 
-@kernel(refuse=_refuse_mix)
+@kernel(refuse=_refuse_mix, has_backward=True)
 def mix_streams(x: Tensor, a: Tensor) -> Tensor:
     """Collapse the streams, where no coefficients follow."""
     mixed: Tensor = _Mix.apply(_whole_rows(x), a.contiguous())
