@@ -1,7 +1,8 @@
 """What the engine itself can gain from drafts: `python -m benchmarks.speculation`. Report §2.4.3.
 
-The model's drafter, untrained, does its work in every round; then the tokens of the greedy answer
-take the place of its drafts, so that as many hold as the curve asks for. Engines take turns on the
+A preset with random weights and a drafter, or a released checkpoint. The drafter does its work in
+every round; then the tokens of the greedy answer take the place of its drafts, so that as many hold
+as the curve asks for. Engines take turns on the
 same requests, forth and back; time runs from the first token of all to the last one. On a CPU it is
 the time of the process, so that whoever shares the machine counts for little.
 """
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from openv41.engine.request import Request
 from openv41.engine.sampler import SamplingConfig
 from openv41.engine.scheduler import ScheduleConfig
 from openv41.engine.speculation import Drafter, SpeculationConfig
+from openv41.io.checkpoint import load_model
 from openv41.io.tokenizer import TextTokenizer
 from openv41.layers.batch import Batch
 from openv41.layers.store import KVStore
@@ -152,7 +155,11 @@ def synchronize(engine: Engine) -> None:
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, object]]:
     """Yield a line for each load and number of tokens per round; 0 is without speculation."""
-    model = build(options.preset, options.numerics, options.device)
+    if options.checkpoint is None:
+        model = build(options.preset, options.numerics, options.device)
+    else:
+        rounding = NUMERICS[options.numerics]
+        model = load_model(options.checkpoint, numerics=rounding, device=options.device)
     assert model.drafter is not None, "the model has no drafter"
     size, generator = model.config.vocab_size, torch.Generator().manual_seed(1)
     for load in options.loads:
@@ -216,14 +223,16 @@ def lines(
 def main() -> None:
     """Measure and record."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speculation")
+    parser.add_argument("--checkpoint", type=Path, help="in the released format; else a preset")
     parser.add_argument("--preset", default="bench30m")
     parser.add_argument("--numerics", default="f32", choices=sorted(NUMERICS))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tokens", type=int, default=61)  # 60 behind the first
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--loads", type=int, nargs="*", default=LOADS)
+    parser.add_argument("--label", help="in the record's name; else the device")
     options = parser.parse_args()
-    record(f"speculation_{options.device}", measure(options))
+    record(f"speculation_{options.label or options.device}", measure(options))
 
 
 if __name__ == "__main__":

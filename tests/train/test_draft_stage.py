@@ -52,6 +52,17 @@ def test_a_drafter_follows_pretraining(shards, tmp_path):
     assert not torch.equal(again.drafter.main_proj.weight, trained.drafter.main_proj.weight)
 
 
+@pytest.mark.gpu
+def test_a_drafter_learns_on_a_gpu(shards, tmp_path):
+    cpu = drafting_run(shards, tmp_path / "cpu", heldout=shards.folder)
+    gpu = replace(cpu, out=tmp_path / "gpu", device=torch.device("cuda"))
+    torch.use_deterministic_algorithms(False)
+    for run in (cpu, gpu):
+        Trainer(run, resume=False).fit()
+    losses = [[r["loss"] for r in read_log(run.out)] for run in (cpu, gpu)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
 def test_a_checkpoint_without_a_drafter_gets_one(shards, tmp_path):
     plain = mini_run(shards, tmp_path / "plain", tokens=64)
     base = Trainer(plain, resume=False).fit()

@@ -32,7 +32,7 @@ def update_biases(
     for module in model.modules():
         if not isinstance(module, MixtureOfExperts) or module.layer not in loads:
             continue
-        load = loads[module.layer].to(torch.float64)
+        load = loads[module.layer].to(module.gate.bias.device, torch.float64)
         if not by_modality:
             load = load.sum(dim=0, keepdim=True).expand(2, -1)
         move = speed * torch.sign(load.mean(dim=1, keepdim=True) - load)  # [2, E]
