@@ -120,3 +120,17 @@ def speculating(model, following, *, block_size=5, speculator=None, **options):
     """An engine with a fake drafter."""
     drafter = FakeDrafter(model, following, block_size)
     return engine_of(model, drafter=drafter, speculator=speculator, **options)
+
+
+def lose_rows(store):
+    """Plant a fault: a rollback clears the last row of every window and pair that holds, too."""
+    truncate = store.truncate
+
+    def faulty(request, position):
+        truncate(request, position)
+        held = store._held[request]
+        for slot, ring in store.rings.items():
+            if position and slot.kind != "tokens" and held.place in ring.bounds:
+                ring.rows[held.place * ring.size + (position - 1) % ring.size] = 0
+
+    store.truncate = faulty

@@ -12,7 +12,7 @@ from openv41.layers.store import Slot, Spans
 from openv41.model.cache import DenseStore
 from openv41.model.prefill import PrefillMode
 from tests.close import assert_close
-from tests.engine.drafts import Script, plain_answers, speculating, target
+from tests.engine.drafts import Script, lose_rows, plain_answers, speculating, target
 from tests.engine.mini_engine import WINDOW, greedy
 from tests.layers.mini import random_ids
 
@@ -87,13 +87,14 @@ def run_rounds(model, rounds, *, bitwise, mode=PrefillMode.EXACT):
     orders, prompts = every_order(), [random_ids(n, seed=n) for n in (3, 4, 9, 6, 13, 20)]
     held = [[orders[(6 * i + n) % 36] for n in range(rounds)] for i in range(6)]
     requests = [greedy(p, sum(h) + len(h) + 2) for p, h in zip(prompts, held, strict=True)]
-    answers = plain_answers(model, requests, mode=mode)
+    room = {"cache": {"num_pages": 600}}  # no draft lacks a page
+    answers = plain_answers(model, requests, mode=mode, **room)
     number = [iter(h) for h in held]
     script = Script(
         {i: [*p, *a.tokens] for i, (p, a) in enumerate(zip(prompts, answers, strict=True))},
         lambda request, _: next(number[request], 0),
     )
-    engine = speculating(model, script, mode=mode)
+    engine = speculating(model, script, mode=mode, **room)
     events = [[] for _ in requests]
     for request, sink in zip(requests, events, strict=True):
         engine.submit(request, sink.append)
@@ -123,8 +124,31 @@ def test_state_after_every_round_is_that_of_plain_decoding(model):
 
 @pytest.mark.prove
 @pytest.mark.parametrize("mode", [PrefillMode.EXACT, PrefillMode.FULL])
-def test_state_after_hundreds_of_rounds_is_that_of_plain_decoding_to_the_bit(mode):
-    run_rounds(target(torch.float32, bitwise=True), 60, bitwise=True, mode=mode)
+def test_state_after_hundreds_of_rounds_is_that_of_plain_decoding_to_the_bit(record_proof, mode):
+    engine = run_rounds(target(torch.float32, bitwise=True), 60, bitwise=True, mode=mode)
+    stats = engine.stats()
+    record_proof(
+        mode=mode.value,
+        requests=6,
+        rounds=stats.draft_rounds,
+        rejected_drafts=stats.wasted_rows,
+        states_that_differ=0,
+    )
+    assert stats.draft_rounds >= 360
+
+
+def test_a_rollback_that_takes_too_much_is_noticed(model, monkeypatch):
+    """Control of the states: the last row that holds is lost with those that do not."""
+    right = speculating
+
+    def faulty(*args, **options):
+        engine = right(*args, **options)
+        lose_rows(engine.store)
+        return engine
+
+    monkeypatch.setitem(globals(), "speculating", faulty)
+    with pytest.raises(AssertionError, match="after"):
+        run_rounds(model, 3, bitwise=False)
 
 
 class Sometimes(VerifyAll):

@@ -1,17 +1,19 @@
 """Whatever a request asks for and whatever happens to it, drafts change nothing that it gets."""
 
+import itertools
 import random
 from dataclasses import replace
 
 import pytest
 import torch
 
+from openv41 import ops
 from openv41.engine.answering import Collector
 from openv41.engine.request import FinishReason, Request, TokenLogprob
 from openv41.engine.sampler import SamplingConfig
 from openv41.engine.speculation import DraftChoice, SpeculationConfig, VerifyRule
 from openv41.model.prefill import PrefillMode
-from tests.engine.drafts import Script, plain_answers, speculating, target
+from tests.engine.drafts import Script, lose_rows, plain_answers, speculating, target
 from tests.engine.mini_engine import WINDOW, engine_of, greedy, picture, plain_logits, see, span
 from tests.layers.mini import VOCAB, random_ids
 
@@ -84,8 +86,8 @@ def test_every_width_of_verification(model, plain, block_size):
 
 @pytest.mark.prove
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_two_hundred_requests_twelve_at_a_time(temperature):
-    """T21, T22: to the bit, so that no token differs."""
+def test_two_hundred_requests_twelve_at_a_time(record_proof, temperature):
+    """T21, T22: to the bit, so that no token differs; the control loses a row at each rollback."""
     model = target(torch.float32, bitwise=True)
     sampling = SamplingConfig(temperature=temperature, seed=5)
     requests = [
@@ -94,8 +96,26 @@ def test_two_hundred_requests_twelve_at_a_time(temperature):
     ]
     options = {"cache": {"max_requests": 12, "num_pages": 300}, "tokens_per_step": 64}
     want = plain_answers(model, requests, **options)
-    _, found = ask(model, requests, want, **options)
+    engine, found = ask(model, requests, want, **options)
+    script = script_of(requests, want, some(5))
+    broken = speculating(model, script, speculation=GREEDY_DRAFTS, **options)
+    lose_rows(broken.store)
+    wrong = [
+        sum(a.tokens != b.tokens for a, b in zip(answers, want, strict=True))
+        for answers in (found, broken.generate(requests))
+    ]
+    stats = engine.stats()
+    record_proof(
+        temperature=temperature,
+        requests=len(requests),
+        tokens=sum(len(answer.tokens) for answer in want),
+        rounds=stats.draft_rounds,
+        rejected_drafts=stats.wasted_rows,
+        answers_that_differ=wrong[0],
+        with_a_planted_fault=wrong[1],
+    )
     assert_same(found, want)
+    assert wrong[1] > 0, "its script ends at the first wrong token"
 
 
 def test_the_drafter_of_the_model(plain):
@@ -313,16 +333,29 @@ def scattered(seed, block_size=5):
     return scores
 
 
-@pytest.mark.parametrize("rule", VerifyRule)
-@pytest.mark.parametrize("count", [200, pytest.param(20_000, marks=pytest.mark.prove)])
-def test_sampled_answers_follow_the_model(model, rule, count):
-    """T8 in the engine: three tokens of four each, drafted at random, against their chances."""
-    prompt, few = random_ids(9), (5, 11, 17, 23)
-    bias = tuple((token, -100.0) for token in range(VOCAB) if token not in few)
+FEW = (5, 11, 17, 23)  # tokens that may be drawn
+
+
+@torch.no_grad()
+def chances(model, prompt, length):
+    """Of every answer of so many tokens, at temperature 2."""
+    want = torch.zeros((len(FEW),) * length, dtype=torch.float64)
+    for answer in itertools.product(FEW, repeat=length - 1):
+        rows = plain_logits(model, prompt, [*answer, 0])[:, FEW] / 2
+        p = rows.double().softmax(-1)
+        places = tuple(map(FEW.index, answer))
+        want[places] = p[range(length - 1), places].prod() * p[-1]
+    return want
+
+
+def chi_square(model, rule, count, length):
+    """Statistic and degrees of so many answers, drafted at random; and what was drafted."""
+    prompt = random_ids(9)
+    bias = tuple((token, -100.0) for token in range(VOCAB) if token not in FEW)
     requests = [
         Request(
             prompt=tuple(prompt),
-            max_tokens=3,
+            max_tokens=length,
             ignore_eos=True,
             sampling=SamplingConfig(temperature=2.0, logit_bias=bias, seed=seed),
         )
@@ -331,7 +364,7 @@ def test_sampled_answers_follow_the_model(model, rule, count):
     favoured = scattered(1)
 
     def following(*where):
-        return favoured(*where) + torch.zeros(VOCAB).index_fill(0, torch.tensor(few), 6.0)
+        return favoured(*where) + torch.zeros(VOCAB).index_fill(0, torch.tensor(FEW), 6.0)
 
     engine = speculating(
         model,
@@ -340,20 +373,53 @@ def test_sampled_answers_follow_the_model(model, rule, count):
         cache={"max_requests": 100, "num_pages": 1000},
         max_queue=count,
     )
-    found = torch.zeros(4, 4, 4, dtype=torch.float64)
+    want = count * chances(model, prompt, length)
+    found = torch.zeros_like(want)
     for answer in engine.generate(requests):
-        found[tuple(few.index(token) for token in answer.tokens)] += 1
-    want = torch.zeros(4, 4, 4, dtype=torch.float64)
-    for i, first in enumerate(few):
-        for j, second in enumerate(few):
-            rows = plain_logits(model, prompt, [first, second, 0])[:, few] / 2
-            p = rows.double().softmax(-1)
-            want[i, j] = p[0, i] * p[1, j] * p[2]
-    want *= count
+        found[tuple(map(FEW.index, answer.tokens))] += 1
     big = want > 5
     pairs = [*zip(found[big], want[big], strict=True), (found[~big].sum(), want[~big].sum())]
-    statistic = sum(float((f - w) ** 2 / w) for f, w in pairs if w)
-    degrees = len(pairs) - 1
-    assert statistic < degrees * (1 - 2 / (9 * degrees) + 3.7 * (2 / (9 * degrees)) ** 0.5) ** 3
-    stats = engine.stats()
+    return sum(float((f - w) ** 2 / w) for f, w in pairs if w), len(pairs) - 1, engine.stats()
+
+
+def limit(degrees):
+    """Chi-square beyond which one in ten thousand lies (Wilson and Hilferty)."""
+    return degrees * (1 - 2 / (9 * degrees) + 3.72 * (2 / (9 * degrees)) ** 0.5) ** 3
+
+
+@pytest.mark.parametrize("rule", VerifyRule)
+def test_sampled_answers_follow_the_model(model, rule):
+    """T8 in the engine: three tokens of four each, drafted at random, against their chances."""
+    statistic, degrees, stats = chi_square(model, rule, 200, 3)
+    assert statistic < limit(degrees)
     assert 0.1 < sum(stats.drafts_accepted) / sum(stats.drafts_verified) < 0.9
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("rule", VerifyRule)
+def test_many_sampled_answers_follow_the_model(record_proof, model, rule, monkeypatch):
+    """T8, with blocks of two; the control draws from p where it should be the residual."""
+    count = 20_000
+    statistic, degrees, stats = chi_square(model, rule, count, 4)
+    if rule is VerifyRule.TOKENS:
+        monkeypatch.setattr(ops, "residual", lambda p, q: p)
+    else:
+        block = ops.accept_block
+
+        def careless(p, last, *others):
+            held, _ = block(p, last, *others)
+            return held, torch.cat([p, last[None]])[held]
+
+        monkeypatch.setattr(ops, "accept_block", careless)
+    planted, _, _ = chi_square(model, rule, count // 2, 4)
+    record_proof(
+        rule=rule.value,
+        answers=count,
+        drafts_verified=list(stats.drafts_verified),
+        acceptance=sum(stats.drafts_accepted) / sum(stats.drafts_verified),
+        chi_square=statistic,
+        degrees=degrees,
+        limit=limit(degrees),
+        planted=planted,
+    )
+    assert statistic < limit(degrees) < planted

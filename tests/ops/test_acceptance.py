@@ -245,13 +245,29 @@ def limit(degrees):
     return degrees * (1 - 2 / (9 * degrees) + 3.72 * math.sqrt(2 / (9 * degrees))) ** 3
 
 
-@pytest.mark.parametrize("count", [4_000, pytest.param(1_000_000, marks=pytest.mark.prove)])
-def test_draws_follow_the_model(count):
+def coins(stream, place):
+    return stream(Stream.COIN, place)
+
+
+def test_draws_follow_the_model():
     """T8, and T13: a coin that is the number the draft was drawn by is noticed."""
-    found, degrees = simulate(count, 4, lambda stream, place: stream(Stream.COIN, place))
+    found, degrees = simulate(4_000, 4, coins)
     assert found < limit(degrees)
     found, degrees = simulate(4_000, 4, lambda stream, place: stream(Stream.DRAFT, place))
     assert found > 2 * limit(degrees)
+
+
+@pytest.mark.prove
+def test_a_million_draws_follow_the_model(record_proof, monkeypatch):
+    """T8; the control draws the token in place of a rejected draft with 1% of p in the residual."""
+    count = 1_000_000
+    found, degrees = simulate(count, 4, coins)
+    residual = ops.residual
+    monkeypatch.setattr(ops, "residual", lambda p, q: 0.99 * residual(p, q) + 0.01 * p)
+    planted, _ = simulate(count, 4, coins)
+    most = limit(degrees)
+    record_proof(draws=count, chi_square=found, degrees=degrees, limit=most, planted=planted)
+    assert found < most < planted
 
 
 def test_streams_share_nothing():
