@@ -125,7 +125,7 @@ def replay(
 
 
 def policies(costs: CostTable, rounds: Rounds) -> dict[str, Speculator]:
-    """Every fixed policy and the scheduler, calibrated and not."""
+    """Every fixed policy, the scheduler, calibrated or not, and the stop along current chances."""
     width = rounds.logits.shape[1]
     fitted = fit_temperatures(rounds.logits, rounds.accepted)
     return {
@@ -133,6 +133,7 @@ def policies(costs: CostTable, rounds: Rounds) -> dict[str, Speculator]:
         **{f"fixed {most}": fixed(most) for most in range(1, width + 1)},
         "scheduled": ConfidenceSpeculator(costs, num_drafts=width, temperatures=fitted),
         "scheduled, uncalibrated": ConfidenceSpeculator(costs, num_drafts=width),
+        "early stop": ConfidenceSpeculator(costs, num_drafts=width, temperatures=fitted, lag=0),
     }
 
 

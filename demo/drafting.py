@@ -14,7 +14,7 @@ from openv41.engine.sampler import SamplingConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
+class DraftingFigures:
     """Figures of answers to held-out prompts; lists have an entry per temperature 1 and 0."""
 
     mean_lengths: list[float]  # tokens of a round, the one behind the drafts included
@@ -23,7 +23,7 @@ class Drafted:
     speed_up: float  # of one greedy request: seconds without drafts over those with them
 
 
-def measure_drafting(export: Path, tokens: Sequence[int]) -> Drafted:
+def measure_drafting(export: Path, tokens: Sequence[int]) -> DraftingFigures:
     """Answer held-out prompts with and without drafts."""
     length, count = settings.DRAFT_PROMPT_TOKENS, settings.DRAFT_PROMPTS
     starts = range(0, len(tokens) - length, max(1, (len(tokens) - length) // count))
@@ -41,7 +41,7 @@ def measure_drafting(export: Path, tokens: Sequence[int]) -> Drafted:
         lengths.append(stats.mean_accepted_length)
         acceptance.append(list(stats.draft_acceptance))
         repeated.append(statistics.mean(map(repeated_share, answers)))
-    return Drafted(lengths, acceptance, repeated, _speed_up(loaded, prompts))
+    return DraftingFigures(lengths, acceptance, repeated, _speed_up(loaded, prompts))
 
 
 def repeated_share(answer: Answer) -> float:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from demo import settings
 from demo.baselines import trigram_bits_per_byte, xz_bits_per_byte
 from demo.corpus import Corpus, load_corpus
-from demo.drafting import Drafted, measure_drafting
+from demo.drafting import DraftingFigures, measure_drafting
 from demo.evaluate import score_documents
 from demo.pictures import Picture, make_pictures
 from demo.report import (
@@ -227,7 +227,7 @@ def summarise(
     served: Served,
     pictures: Mapping[str, list[Picture]],
     seen: Seen,
-    drafted: Drafted,
+    drafted: DraftingFigures,
 ) -> Summary:
     """Collect every figure."""
     best = min(baselines.trigram.values())

@@ -56,9 +56,7 @@ def test_a_profile_comes_back(tmp_path, here):
 
 def test_a_calibration_comes_back(tmp_path, here):
     save_calibration(tmp_path / "c.json", FOUND, here)
-    found = load_calibration(tmp_path / "c.json", here)
-    assert tuple(found.temperatures) == FOUND.temperatures
-    assert found.rounds == 9
+    assert load_calibration(tmp_path / "c.json", here) == FOUND
 
 
 @pytest.mark.parametrize("name", ["device", "threads", "torch", "openv41", "numerics", "config"])
@@ -107,8 +105,26 @@ def test_missing_parts_are_refused(tmp_path, here):
         path.write_text(json.dumps(content | {"verify": verify}))
         with pytest.raises(InputError, match="not what 'openv41 dspark profile' writes"):
             load_profile(path, here)
-    save_calibration(path, replace(FOUND, temperatures=(1.0, 0.0)), here)
-    with pytest.raises(InputError, match="a temperature is not above 0"):
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"temperatures": [1.0, 0.0]}, "a temperature is not above 0"),
+        ({"temperatures": [1.0, float("nan")]}, "a temperature is not above 0"),
+        ({"temperatures": [1.0]}, "one entry for each draft"),
+        ({"error_after": [0.1, 0.1, 0.1]}, "one entry for each draft"),
+        ({"temperatures": "12"}, "is no list"),
+        ({"temperatures": [[1.0], 2.0]}, "TypeError"),
+        ({"error_before": 3}, "TypeError"),
+        ({"rounds": "many"}, "ValueError"),
+    ],
+)
+def test_temperatures_that_are_none_are_refused(tmp_path, here, change, what):
+    path = tmp_path / "f.json"
+    save_calibration(path, FOUND, here)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(InputError, match=what):
         load_calibration(path, here)
 
 

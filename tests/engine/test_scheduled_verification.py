@@ -24,7 +24,9 @@ from tests.layers.mini import random_ids
 
 FREE = CostTable(requests=(1,), plain=(1.0,), verify=((1.0,) * 6,))
 DEAR = CostTable(requests=(1,), plain=(1.0,), verify=(tuple(1.0 + n for n in range(6)),))
-HONEST = Calibration(temperatures=(1.0,) * 5, rounds=1, error_before=(), error_after=())
+HONEST = Calibration(
+    temperatures=(1.0,) * 5, rounds=1, error_before=(0.1,) * 5, error_after=(0.1,) * 5
+)
 
 
 @pytest.fixture(scope="module")

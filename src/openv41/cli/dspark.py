@@ -11,7 +11,7 @@ from openv41.cli.device import resolve_device
 from openv41.cli.dspark_plots import draw_reliability
 from openv41.cli.numerics import Numerics
 from openv41.cli.ui import note, show_line
-from openv41.engine.calibration import area_under_roc, confidences
+from openv41.engine.calibration import confidences
 from openv41.engine.confidence_record import calibrate, record_confidences
 from openv41.engine.cost_table import CostTable
 from openv41.engine.dspark_files import (
@@ -30,6 +30,7 @@ from openv41.engine.verification_scheduler import survival
 from openv41.errors import InputError
 from openv41.io.hf_config import read_config
 from openv41.io.tokenizer import load_tokenizer, read_pieces
+from openv41.reliability import FINE_BINS, area_under_roc, binned
 
 Checkpoint = Annotated[Path, typer.Argument(help="Folder of the checkpoint.", show_default=False)]
 Rounding = Annotated[Numerics | None, typer.Option(help="Where to round; else as it is stored.")]
@@ -61,7 +62,8 @@ def calibrate_command(
     temperatures = np.array(found.temperatures)
     fitted = survival(confidences(logits, temperatures))
     for place, temperature in enumerate(temperatures.tolist()):
-        area = area_under_roc(fitted[:, place], accepted > place)
+        bins = binned(fitted[:, place], accepted > place, bins=FINE_BINS)
+        area = area_under_roc(bins)
         show_line(
             f"draft {place + 1}: temperature {temperature:.2f}, calibration error "
             f"{found.error_before[place]:.1%} before, {found.error_after[place]:.1%} after, "

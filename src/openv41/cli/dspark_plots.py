@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Float, Int
 
-from openv41.engine.calibration import confidences, reliability
+from openv41.engine.calibration import confidences
 from openv41.engine.verification_scheduler import survival
 from openv41.errors import InputError
 from openv41.io.atomic import atomic_path
+from openv41.reliability import binned, reliability
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,11 +50,11 @@ def _draw_panel(
 ) -> None:
     axes.plot([0, 1], [0, 1], color="#9aa4af", linewidth=1)
     for place, column in enumerate(predicted.T):
-        bins = reliability(column, accepted > place)
+        bins = reliability(binned(column, accepted > place))
         axes.scatter(
             [found.predicted for found in bins],
-            [found.survived for found in bins],
-            s=[4 + AREA * found.count / len(column) for found in bins],
+            [found.happened for found in bins],
+            s=[4 + AREA * found.share for found in bins],
             alpha=0.7,
             label=str(place + 1),
         )

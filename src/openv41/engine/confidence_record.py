@@ -9,11 +9,12 @@ from openv41.engine.calibration import errors_by_draft, fit_temperatures
 from openv41.engine.dspark_files import Calibration
 from openv41.engine.engine import Engine
 from openv41.engine.request import Request, refuse_failed
+from openv41.engine.speculation import VerifyAll
 from openv41.errors import InputError
 
 
-class ConfidenceRecord:
-    """Verifies all drafts, and keeps the rounds in which none was left out.
+class ConfidenceRecord(VerifyAll):
+    """Keeps the rounds in which no draft was left out.
 
     Anything else would be blind to drafts that a schedule does not verify.
     """
@@ -23,10 +24,6 @@ class ConfidenceRecord:
         self._told: Float[np.ndarray, "B X"] | None = None
         self._logits: list[Float[np.ndarray, " X"]] = []
         self._accepted: list[int] = []
-
-    def plan(self, requests: Sequence[int]) -> bool:
-        """Say that this step drafts."""
-        return bool(requests)
 
     def lengths(
         self,
@@ -49,9 +46,6 @@ class ConfidenceRecord:
                 self._logits.append(row)
                 self._accepted.append(count)
         self._told = None
-
-    def forget(self, request: int) -> None:
-        """What it said remains true."""
 
     def rounds(self) -> tuple[Float[np.ndarray, "rounds X"], Int[np.ndarray, " rounds"]]:
         """Raw confidence logits, and how many drafts were accepted."""

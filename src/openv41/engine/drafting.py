@@ -1,7 +1,8 @@
 """Drafts of a step: for whom, how many are verified, and what came of them. Report §2.4.3."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -55,15 +56,11 @@ class Drafting:
         numbers = [job.number for job in jobs]
         if not self.speculator.plan(numbers):
             return {}
-        try:
-            with torch.inference_mode():
-                self.tell()
-                if not self.is_on:
-                    return {}
-                confidence = self._propose(jobs)
-        except Exception:
-            logger.exception("the drafter failed; the engine goes on without it")
-            self.is_on = False
+        confidence = None
+        with self._may_fail(), torch.inference_mode():
+            self._tell()
+            confidence = self._propose(jobs)
+        if confidence is None:
             return {}
         limits = [min(n, len(job.drafts)) for n, job in zip(limits, jobs, strict=True)]
         lengths = within(self.speculator.lengths(numbers, confidence, limits), room)
@@ -90,9 +87,23 @@ class Drafting:
 
     def tell(self) -> None:
         """Give the drafter all features that it has not had."""
+        if self.is_on:
+            with self._may_fail():
+                self._tell()
+
+    @contextmanager
+    def _may_fail(self) -> Iterator[None]:
+        """Leave the drafter alone from now on if it fails in here."""
+        try:
+            yield
+        except Exception:
+            logger.exception("the drafter failed; the engine goes on without it")
+            self.is_on = False
+
+    def _tell(self) -> None:
         told = [job for job in self._untold.values() if job.finished is None and job.features]
         self._untold.clear()
-        if not (told and self.is_on):
+        if not told:
             return
         counts = tuple(len(job.features) for job in told)
         batch = Batch(
@@ -102,11 +113,7 @@ class Drafting:
             counts,
         )
         rows = torch.cat([rows for job in told for rows in job.features.take()])
-        try:
-            self.drafter.write_context(rows, batch, self._store)
-        except Exception:
-            logger.exception("the drafter failed; the engine goes on without it")
-            self.is_on = False
+        self.drafter.write_context(rows, batch, self._store)
 
     def verified(self, job: Job, count: int, accepted: int) -> None:
         """Note how many drafts of a job were computed, and how many of them hold."""

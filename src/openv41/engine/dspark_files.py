@@ -6,9 +6,10 @@ true for the weights and the numerics. Both files say what that was.
 
 import hashlib
 import json
+import math
 import platform
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,12 @@ class Calibration:
     error_before: tuple[float, ...]  # expected calibration error of each draft's survival
     error_after: tuple[float, ...]
 
+    def __post_init__(self) -> None:
+        if not all(0 < value < math.inf for value in self.temperatures):
+            raise ValueError("a temperature is not above 0 and finite")
+        if not len(self.temperatures) == len(self.error_before) == len(self.error_after):
+            raise ValueError("temperatures and errors must have one entry for each draft")
+
 
 def save_profile(path: Path, costs: CostTable, where: Surroundings) -> None:
     """Write a cost table."""
@@ -101,13 +108,20 @@ def load_calibration(path: Path, here: Surroundings) -> Calibration:
     """Read temperatures; InputError if they are of other weights or cannot be read."""
     values = _read(path, here, CALIBRATION_NEEDS, "calibrate")
     try:
-        found = Calibration(**{f.name: values[f.name] for f in fields(Calibration)})
-        are_positive = all(value > 0 for value in found.temperatures)
-    except (KeyError, TypeError) as error:
+        return Calibration(
+            temperatures=_numbers(values["temperatures"]),
+            rounds=int(values["rounds"]),
+            error_before=_numbers(values["error_before"]),
+            error_after=_numbers(values["error_after"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
         raise _unreadable(path, error, "calibrate") from None
-    if not are_positive:
-        raise _unreadable(path, ValueError("a temperature is not above 0"), "calibrate")
-    return found
+
+
+def _numbers(values: Sequence[float]) -> tuple[float, ...]:
+    if isinstance(values, str):
+        raise TypeError(f"{values!r} is no list")
+    return tuple(map(float, values))
 
 
 def _write(path: Path, where: Surroundings, values: Mapping[str, object]) -> None:

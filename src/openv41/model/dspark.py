@@ -62,7 +62,7 @@ class Blocks:
 
 
 @dataclass(frozen=True, eq=False)
-class Draft:
+class DraftedBlocks:
     """Drafted tokens and the very logits that they were chosen from."""
 
     tokens: Int[Tensor, "B X"]
@@ -198,7 +198,7 @@ class DSparkDrafter(nn.Module):
         hidden = self._run(target, blocks, contexts)
         return Proposal(anchors, hidden, self.base_logits(target, hidden))
 
-    def draft(self, proposal: Proposal, choose: Choose = most_likely) -> Draft:
+    def draft(self, proposal: Proposal, choose: Choose = most_likely) -> DraftedBlocks:
         """Choose the tokens of every block one after the other.
 
         ``choose`` gets the logits [B, V] of a step and its number from 0 and returns a token per
@@ -216,7 +216,7 @@ class DSparkDrafter(nn.Module):
             previous = choose(logits, step)
             steps.append((previous, logits, confidence))
         tokens, logits, confidence = (torch.stack(part, dim=1) for part in zip(*steps, strict=True))
-        return Draft(tokens, logits, confidence)
+        return DraftedBlocks(tokens, logits, confidence)
 
     def forward(
         self,

@@ -5,21 +5,28 @@ c* = 1 - |p_d - p_t|_1 / 2, is known exactly, so nothing is drawn: a draft of co
 c* accepted and 1 - c* rejected ones.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
+import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
+from openv41.reliability import (
+    FINE_BINS,
+    area_under_roc,
+    binned,
+    calibration_error,
+    merged,
+    reliability,
+)
 from openv41.train.config import TrainConfig
 from openv41.train.data import EvaluationWindow
 from openv41.train.draft_loss import DraftSums, draw_anchors, mean_length
 from openv41.train.packed_batch import PackedBatch
 
-BINS = 15  # of the reliability diagram and the calibration error
-FINE_BINS = 1000  # of the AUROC
 EVALUATION_STEP = 2**31  # whose anchors are drawn: no step of a run
 
 
@@ -30,7 +37,7 @@ class DraftScores:
     acceptance: list[float]
     tau: float  # mean accepted length, bonus token included, if acceptances were independent
     calibration_error: list[float]  # ECE of sigmoid(z) against c*
-    auroc: list[float]  # chance that an accepted draft has the higher confidence
+    auroc: list[float]  # chance that an accepted draft has the higher confidence; nan: unknown
     reliability: list[list[float]]  # of all positions, per bin: mean confidence, mean c*, share
     drafts: int
 
@@ -64,53 +71,25 @@ class Measured(DraftSums):
     ) -> None:
         super().__init__(model, packed, config)
         size = self.drafter.block_size
-        self.fine = torch.zeros(size, FINE_BINS, 3, dtype=torch.float64)  # count, sum c, sum c*
+        self.fine = np.zeros((size, FINE_BINS, 3))  # of each position
 
     def scores(self) -> DraftScores:
         """Everything that was measured."""
         acceptance = list(self.figures().acceptance)
-        coarse = coarse_bins(self.fine)
+        coarse = [merged(bins) for bins in self.fine]
+        areas = [area_under_roc(bins) for bins in self.fine]
         return DraftScores(
             acceptance=acceptance,
             tau=mean_length(acceptance),
             calibration_error=[calibration_error(bins) for bins in coarse],
-            auroc=[auroc(bins) for bins in self.fine],
-            reliability=reliability(coarse.sum(dim=0)),
+            auroc=[math.nan if area is None else area for area in areas],
+            reliability=[list(astuple(found)) for found in reliability(sum(coarse))],
             drafts=self.num_drafts,
         )
 
     def _count(self, counts: Tensor, accept: Tensor, logits: Tensor) -> None:
         super()._count(counts, accept, logits)
-        confidence = logits.sigmoid()
-        bins = (confidence * FINE_BINS).long().clamp(max=FINE_BINS - 1)
-        figures = torch.stack([torch.ones_like(confidence), confidence, accept], dim=-1)
-        figures *= counts[..., None]
-        for slot in range(bins.shape[1]):
-            self.fine[slot].index_add_(0, bins[:, slot], figures[:, slot])
-
-
-def coarse_bins(fine: Float[Tensor, "X fine 3"]) -> Float[Tensor, "X bins 3"]:
-    """The same counts in fewer bins of equal width."""
-    of = torch.arange(fine.shape[1]) * BINS // fine.shape[1]
-    return fine.new_zeros(len(fine), BINS, 3).index_add_(1, of, fine)
-
-
-def calibration_error(bins: Float[Tensor, "bins 3"]) -> float:
-    """Expected calibration error: |mean confidence - mean acceptance| over the bins' shares."""
-    counts, confidence, accepted = bins.T
-    return float((confidence - accepted).abs().sum() / counts.sum().clamp(min=1))
-
-
-def reliability(bins: Float[Tensor, "bins 3"]) -> list[list[float]]:
-    """Mean confidence, mean acceptance and share of the bins that hold something."""
-    total = float(bins[:, 0].sum())
-    return [[c / n, a / n, n / total] for n, c, a in bins.tolist() if n]
-
-
-def auroc(bins: Float[Tensor, "bins 3"]) -> float:
-    """Area under the ROC curve; ties within a bin count half; nan without both outcomes."""
-    accepted = bins[:, 2]
-    rejected = bins[:, 0] - accepted
-    below = rejected.cumsum(0) - rejected
-    pairs = accepted.sum() * rejected.sum()
-    return float((accepted * (below + rejected / 2)).sum() / pairs)
+        columns = logits.sigmoid(), accept, counts.double()
+        for slot in range(len(self.fine)):
+            own = (column[:, slot].numpy() for column in columns)
+            self.fine[slot] += binned(*own, bins=FINE_BINS)
