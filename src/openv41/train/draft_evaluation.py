@@ -83,7 +83,7 @@ class Measured(DraftSums):
             tau=mean_length(acceptance),
             calibration_error=[calibration_error(bins) for bins in coarse],
             auroc=[math.nan if area is None else area for area in areas],
-            reliability=[list(astuple(found)) for found in reliability(sum(coarse))],
+            reliability=[list(astuple(found)) for found in reliability(np.sum(coarse, axis=0))],
             drafts=self.num_drafts,
         )
 
