@@ -19,6 +19,7 @@ from demo.report import (
     as_table,
     draw_curve,
     read_log,
+    seconds_of_steps,
     write_report,
     write_summary,
 )
@@ -281,6 +282,7 @@ def summarise(
         seed=settings.SEED,
         train_seconds=run.seconds["train"],
         train_tokens_per_second=records[-1]["tokens"] / run.seconds["train"],
+        steps_seconds=seconds_of_steps(records),
         total_seconds=run.total_seconds,
         seconds_by_stage=dict(run.seconds),
         prompt=settings.PROMPT,

@@ -5,10 +5,11 @@ import html
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from string import Template
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -69,6 +70,7 @@ class Summary:
     seed: int
     train_seconds: float
     train_tokens_per_second: float
+    steps_seconds: dict[str, float]  # of all steps of each training stage
     total_seconds: float
     seconds_by_stage: dict[str, float]
     prompt: str
@@ -97,7 +99,10 @@ def rows(summary: Summary) -> list[tuple[str, str, str]]:
     margin = s.trigram_bits_per_byte - s.heldout_bits_per_byte
     verdict = f"{abs(margin):.3f} {'below' if margin > 0 else 'above'} the trigram"
     plays = ", ".join(Path(name).stem for name in s.heldout_documents)
-    stages = ", ".join(f"{name} {value:.0f}" for name, value in s.seconds_by_stage.items())
+    stages, parts = (
+        ", ".join(f"{name} {value:.0f}" for name, value in seconds.items())
+        for seconds in (s.seconds_by_stage, s.steps_seconds)
+    )
     return [
         ("this model, bits per held-out byte", f"{s.heldout_bits_per_byte:.3f}", verdict),
         (
@@ -144,7 +149,7 @@ def rows(summary: Summary) -> list[tuple[str, str, str]]:
         (
             "training seconds",
             f"{s.train_seconds:.0f}",
-            f"{s.train_tokens_per_second:,.0f} tokens/s",
+            f"{parts}; {s.train_tokens_per_second:,.0f} tokens/s",
         ),
         ("cache bytes per token", f"{s.cache_bytes_per_token:g}", "measured, global part"),
         ("prefill rows skipped", f"{s.prefill_rows_skipped:.0%}", "of a long prompt, exactly"),
@@ -197,6 +202,18 @@ def read_log(file: Path, bytes_per_token: float) -> Curve:
     if not curve.tokens:
         raise DataError(f"{file} holds no line with a loss; the training wrote no step")
     return curve
+
+
+def seconds_of_steps(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds that the steps of each training stage took together, by the records of a log."""
+    seconds: dict[str, float] = {}
+    before = 0
+    for record in records:
+        if "tokens_per_second" in record:
+            spent = (record["tokens"] - before) / record["tokens_per_second"]
+            seconds[record["stage"]] = seconds.get(record["stage"], 0.0) + spent
+            before = record["tokens"]
+    return seconds
 
 
 def smooth(values: Sequence[float], steps: int) -> list[float]:

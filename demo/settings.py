@@ -4,7 +4,7 @@ PRESET = "tiny"
 VOCABULARY = 2048
 SEED = 1
 
-TOKENS = 409_600  # of pre-training, a tenth more follow; a sixteenth of them belong to images
+TOKENS = 524_288  # of pre-training, a tenth more follow; a sixteenth of them belong to images
 STAGES = "pretrain,posttrain,dspark"
 TRAINING = {  # openv41 train ... --set key=value
     "sequence_length": 128,
@@ -16,7 +16,7 @@ TRAINING = {  # openv41 train ... --set key=value
     "heldout_tokens": 8192,
     "pretrain.final_lr_factor": 0.1,  # where post-training goes on
     "posttrain.bounded_replay": "off",  # it would learn from half of the text
-    # For 200 short steps of a tiny model; see docs/training.md.
+    # For 256 short steps of a tiny model; see docs/training.md.
     "optimizer.token_update": "adamw",
     "optimizer.lr": 1.4e-2,
     "optimizer.momentum": 0.8,
@@ -31,9 +31,9 @@ TRAINING = {  # openv41 train ... --set key=value
     "model.engram.max_ngram": 3,
     "model.engram.num_heads": 4,
     "model.engram.table_size": 65_536,
-    # A drafter of one stage, in a minute.
+    # A drafter of one stage.
     "model.dspark.num_stages": 1,
-    "dspark.tokens": 102_400,
+    "dspark.tokens": 409_600,
     "dspark.batch_tokens": 1024,
     "dspark.warmup_tokens": 4096,
     "dspark.draft.anchors": 32,

@@ -59,6 +59,7 @@ def make(**changes):
         "seed": 1,
         "train_seconds": 200.0,
         "train_tokens_per_second": 20_000.0,
+        "steps_seconds": {"pretrain": 150.0, "dspark": 40.0},
         "total_seconds": 290.0,
         "seconds_by_stage": {"corpus": 3.0, "train": 200.0},
         "prompt": "MACBETH.\n",
@@ -86,6 +87,17 @@ def test_table_says_who_is_ahead():
     assert "0.157 below the trigram" in printed(make())
     assert "0.139 above the trigram" in printed(make(heldout_bits_per_byte=2.4))
     assert "1,024 tokens" in printed(make())
+
+
+def test_each_training_stage_has_its_seconds():
+    records = [
+        {"stage": "pretrain", "tokens": 2000, "tokens_per_second": 100.0},
+        {"stage": "pretrain", "tokens": 4000, "tokens_per_second": 200.0},
+        {"stage": "pretrain", "tokens": 4000, "heldout_bits_per_byte": 2.5},
+        {"stage": "dspark", "tokens": 5000, "tokens_per_second": 50.0},
+    ]
+    assert report.seconds_of_steps(records) == {"pretrain": 30.0, "dspark": 20.0}
+    assert "pretrain 150, dspark 40; 20,000 tokens/s" in printed(make())
 
 
 def test_summary_holds_every_figure(tmp_path):
