@@ -101,8 +101,6 @@ def train(
     model, made, token_map = configure(source, data, settings or [], stages=names, images=sees)
     with join(_prepare(device, made[0].train.cpu_threads)) as processes:
         err.quiet = not processes.is_first
-        if experts is Experts.PARALLEL and processes.size == 1:
-            note("one process holds all experts: --experts parallel changes nothing")
         run = Run(
             model=model,
             stages=made,
@@ -146,6 +144,8 @@ def _prepare(device: str, cpu_threads: int) -> torch.device:
 def _fit(trainer: Trainer) -> None:
     """Run a run to its end, or to a signal; print the model's folder."""
     note(_describe(trainer))
+    if trainer.run.experts == Experts.PARALLEL and trainer.processes.size == 1:
+        note("one process holds all experts: --experts parallel changes nothing")
     try:
         with show_progress(trainer.run.stages, trainer.step) as report:
             folder = trainer.fit(report)
