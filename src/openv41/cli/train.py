@@ -144,7 +144,7 @@ def _prepare(device: str, cpu_threads: int) -> torch.device:
 def _fit(trainer: Trainer) -> None:
     """Run a run to its end, or to a signal; print the model's folder."""
     note(_describe(trainer))
-    if trainer.run.experts == Experts.PARALLEL and trainer.processes.size == 1:
+    if trainer.run.experts == "parallel" and trainer.processes.size == 1:
         note("one process holds all experts: --experts parallel changes nothing")
     try:
         with show_progress(trainer.run.stages, trainer.step) as report:
