@@ -61,20 +61,26 @@ def filled_store(model: CausalEncoderDecoder, context: int) -> PagedStore:
     config = model.config
     cache = CacheConfig(num_pages=context // PAGE_SIZE + 1, page_size=PAGE_SIZE, max_requests=1)
     store = PagedStore(config, model.numerics, cache)
-    store.open(0)
-    store.reserve(0, context + 1)
-    generator = torch.Generator().manual_seed(context)
+    fill(store, 0, context)
+    return store
+
+
+def fill(store: PagedStore, request: int, context: int) -> None:
+    """Give a new request random state of so many positions, and room for one more."""
+    config, device = store.config, store.device
+    store.open(request)
+    store.reserve(request, context + 1)
+    generator = torch.Generator(device).manual_seed(context)
     widths = {"index": config.indexer.head_dim}
     window = config.attention.window_size
     slots = [(s, context // config.compress_ratios[s.layer]) for s in store.pages]
     for slot, stop in [*slots, *((s, context) for s in store.rings if s.kind == "window")]:
         first = context - window if slot.kind == "window" else 0
         width = widths.get(slot.kind, config.attention.head_dim)
-        rows = torch.randn(stop - first, width, generator=generator)
-        store.write(slot, Spans((0,), (first,), (stop,)), rows, rows)
-    ids = torch.randint(0, config.vocab_size, (4,), generator=generator)
-    store.write(Slot("tokens", -1), Spans((0,), (context - 4,), (context,)), ids, ids)
-    return store
+        rows = torch.randn(stop - first, width, generator=generator, device=device)
+        store.write(slot, Spans((request,), (first,), (stop,)), rows, rows)
+    ids = torch.randint(0, config.vocab_size, (4,), generator=generator, device=device)
+    store.write(Slot("tokens", -1), Spans((request,), (context - 4,), (context,)), ids, ids)
 
 
 @torch.inference_mode()

@@ -76,6 +76,20 @@ def candidate_inputs(g: torch.Generator) -> Inputs:
     return {"scores": scores, "visible": visible, "num_blocks": 2048, "block_size": 8}
 
 
+def route_inputs(g: torch.Generator) -> Inputs:
+    """Logits of a decode step's tokens."""
+    logits = torch.randn(64, EXPERTS, generator=g, device=g.device)
+    bias = torch.randn(EXPERTS, generator=g, device=g.device)
+    rest = {"top_k": TOP, "temperature": 1.0, "scale": 2.5, "normalise": True}
+    return {"logits": logits, "bias": bias, **rest}
+
+
+def pair_inputs(g: torch.Generator) -> Inputs:
+    """Experts of a decode step's tokens."""
+    scores = torch.rand(64, EXPERTS, generator=g, device=g.device)
+    return {"expert_ids": scores.topk(TOP).indices.sort().values, "num_experts": EXPERTS}
+
+
 def divergence_inputs(g: torch.Generator) -> Inputs:
     """Scores of the selected entries, and what a layer attends to."""
     scores = torch.randn(TOKENS, 512, generator=g, device=g.device)
@@ -122,6 +136,8 @@ def rows() -> list[Row]:
         row(ops.add_gated, dims, gated_inputs, 2 * streams + 2 * TOKENS * DIM),
         row(ops.hash_ngrams, t, hash_inputs, TOKENS * (4 + 24) * 8),
         row(ops.choose_candidates, {"T": 64, "L": 131_072}, candidate_inputs, 64 * 131_072 * 4),
+        row(ops.route, {"T": 64, "E": EXPERTS}, route_inputs, 64 * EXPERTS * 4),
+        row(ops.order_pairs, {"T": 64, "E": EXPERTS}, pair_inputs, 64 * TOP * 16),
         row(ops.selection_divergence, {**t, "keys": 512}, divergence_inputs, TOKENS * 512 * 8),
     ]
 

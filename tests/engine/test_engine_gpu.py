@@ -1,8 +1,12 @@
 """The engine on a CUDA device: pages, rings and prefix hits there, as the plain model answers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from openv41 import CausalEncoderDecoder, init_weights, preset
+from openv41.config import NUMERICS
 from openv41.engine.request import FinishReason
 from openv41.model.prefill import PrefillMode
 from tests.engine.mini_engine import LENGTHS, arm, engine_of, greedy, plain_logits
@@ -30,3 +34,50 @@ def test_it_answers_as_the_plain_model_does(mode, numerics):
             assert (got - want).abs().max() <= 1e-9, f"{number}, prompt of {len(prompt)}"
     engine.prefixes.clear()
     assert engine.store.allocator.free == engine.store.cache.num_pages
+
+
+def tiny_model(numerics):
+    """With a row and a key as wide as kernels read them packed; far from ties."""
+    config = preset("tiny")
+    config = replace(
+        config,
+        attention=replace(config.attention, head_dim=64),
+        indexer=replace(config.indexer, num_heads=8, head_dim=128),
+    )
+    model = CausalEncoderDecoder(config, NUMERICS[numerics], dtype=torch.float32)
+    init_weights(model, seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    model.set_token_map(torch.arange(config.vocab_size) % config.engram.compressed_vocab_size)
+    return model.to("cuda")
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize("numerics", ["f32", "f32qat"])
+def test_graphs_answer_as_calls_do(numerics, prefix_cache):
+    """Requests that join and leave, pages that are added, page tables that grow."""
+    model = tiny_model(numerics)
+    lengths = {1: 64, 3: 9, 9: 80, 29: 30, 60: 64, 1000: 64}
+    requests = [greedy(random_ids(n, seed=n), answer) for n, answer in lengths.items()]
+    sizes = {"max_requests": 4, "page_size": 16}
+    options = {"tokens_per_step": 23, "prefix_cache": prefix_cache, "cache": sizes}
+    graphs = engine_of(model, **options)
+    calls = engine_of(model, **options)
+    calls.decode.captures = False
+    before = engine_of(model, cuda_graphs=False, **options)
+    for _ in range(2):  # the second time prompts are known
+        got, want, known = (
+            [answer.tokens for answer in engine.generate(requests)]
+            for engine in (graphs, calls, before)
+        )
+        assert [len(tokens) for tokens in got] == list(lengths.values())
+        assert got == want
+        if numerics == "f32":  # else a rounding may flip
+            assert got == known
+        assert [a[:4] for a in got] == [b[:4] for b in known]
+    assert graphs.decode.captures, "the capture failed"
+    assert graphs.decode.graphs >= 4
+    assert graphs.decode.replays > 64
+    graphs.prefixes.clear()
+    assert graphs.store.allocator.free == graphs.store.cache.num_pages

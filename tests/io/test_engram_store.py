@@ -213,7 +213,7 @@ def test_a_read_over_several_threads_keeps_the_order(checkpoints, variant):
     rows = np.arange(weight.spec.shape[0])
     assert len(rows) > 500
     records = MappedTable(source.files, weight)(rows)
-    assert np.array_equal(records, read_into_memory(source, weight)(rows))
+    assert np.array_equal(records, read_into_memory(source, weight)[rows])
     assert np.array_equal(records[::-1], MappedTable(source.files, weight)(rows[::-1]))
 
 
@@ -436,3 +436,33 @@ def test_a_model_with_tables_outside_is_saved_whole(checkpoints, tmp_path, engra
     tools.assert_same_tensors(tmp_path / "outside", tmp_path / "resident")
     if dtype == "stored":
         tools.assert_same_tensors(tmp_path / "outside", checkpoints / "released")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["released", "bfloat16", "float32"])
+def test_a_gpu_reads_host_memory_by_itself(checkpoints, variant):
+    """The same bits from inside a CUDA graph, where no host can help."""
+    found = []
+    for engram in ("resident", "host"):
+        model = load_model(checkpoints / variant, engram=engram, device="cuda")
+        ids = torch.randint(3, 60, (2, 50), generator=torch.Generator().manual_seed(0)).cuda()
+        tables = [engram.table for engram in model.engrams()]
+        rows = ids % 50
+        if engram == "host":
+            assert not any(table.reads_on_host for table in tables)
+            for table in tables:
+                table.prefetch(rows)
+        values = [table(rows, torch.float32) for table in tables]
+        again = []
+        graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode(), torch.cuda.graph(graph):
+            for table in tables:
+                if engram == "host":
+                    table.prefetch(rows)
+            again += [table(rows, torch.float32) for table in tables]
+        rows.copy_(rows.flip(0))
+        graph.replay()
+        found.append([*values, *again])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    assert not torch.equal(found[1][0], found[1][2])

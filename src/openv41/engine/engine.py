@@ -20,6 +20,7 @@ from torch import Tensor
 from openv41.config import NUMERICS
 from openv41.engine.answering import Collector, take, take_prompt
 from openv41.engine.constraint import ConstraintError
+from openv41.engine.decode_graph import DecodeSteps, why_not
 from openv41.engine.drafting import Drafting
 from openv41.engine.dspark_files import CALIBRATION_FILE, PROFILE_FILE
 from openv41.engine.features import Features
@@ -70,6 +71,7 @@ class EngineConfig:
     engram: EngramPlacement = "resident"  # of a model that ``Engine.load`` loads
     deterministic: bool = False  # likewise: an answer does not depend on its neighbours
     speculation: SpeculationConfig | None = field(default_factory=SpeculationConfig)  # None: off
+    cuda_graphs: bool = True  # of decode steps, on a CUDA device
 
     def __post_init__(self) -> None:
         problems = []
@@ -140,6 +142,12 @@ class Engine:
         )
         self.images = ImageCache(model.vision, config.image_cache_bytes)
         self.figures = Figures()
+        self.decode: DecodeSteps | None = None
+        if config.cuda_graphs and self.device.type == "cuda":
+            if (reason := why_not(model)) is None:
+                self.decode = DecodeSteps(model, self.store)
+            else:
+                logger.warning("decode steps are not captured: %s", reason)
         self._is_closed = False
         self._jobs: dict[int, Job] = {}
         self._next = 0
@@ -319,7 +327,7 @@ class Engine:
                 drawing.append((job, 1 + min(len(job.drafts), count - 1)))
                 wanted += range(rows.stop - drawing[-1][1], rows.stop)
         if drawing:
-            self._draw_all(drawing, self._logits(output.hidden[wanted]))
+            self._draw_all(drawing, self._drawn_from(output, wanted))
         going_on = [job for job, _ in step if job.finished is None]
         if self.drafting is not None:
             self.drafting.learn(output, going_on)
@@ -332,6 +340,8 @@ class Engine:
 
     def _forward(self, step: Sequence[tuple[Job, int]]) -> tuple[Output, StepProbe | None]:
         jobs = [job for job, _ in step]
+        if self.decode is not None and self.decode.takes(step):
+            return self.decode.run(jobs), None
         ids = [token for job, count in step for token in job.upcoming(count)]
         batch = Batch(
             torch.tensor(ids, dtype=torch.int64, device=self.device),
@@ -353,6 +363,13 @@ class Engine:
 
     def _logits(self, hidden: Float[Tensor, "T D"]) -> Float[Tensor, "T V"]:
         return self.model.logits(hidden)[:, : self.num_tokens]
+
+    def _drawn_from(self, output: Output, wanted: Sequence[int]) -> Float[Tensor, "rows V"]:
+        """Logits of some rows."""
+        if output.logits is None:
+            return self._logits(output.hidden[wanted])
+        whole = len(wanted) == len(output.logits)
+        return (output.logits if whole else output.logits[wanted])[:, : self.num_tokens]
 
     def _draw_all(
         self, drawing: Sequence[tuple[Job, int]], logits: Float[Tensor, "rows V"]

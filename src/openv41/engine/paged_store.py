@@ -55,6 +55,8 @@ class _Held:
     place: int
     pages: list[int] = field(default_factory=list)
     frozen: int = 0  # positions whose entries were found in shared pages
+    ahead: tuple[int, int] | None = None  # written by decode steps, and not yet noted in all rings
+    has_windows: bool = False  # as ``has_whole_windows`` found
     table: Int64[Tensor, " pages"] = field(
         default_factory=lambda: torch.empty(0, dtype=torch.int64)
     )
@@ -166,7 +168,7 @@ class PagedStore:
 
     def snapshot(self, request: int, position: int) -> Snapshot:
         """Copy what the rings hold right before a position, of layers with a whole window."""
-        held, rows = self._held[request], {}
+        held, rows = self._settled(request), {}
         for slot, ring in self.rings.items():
             bounds = ring.bounds.get(held.place, RingBounds())
             own = slot.layer < self.config.num_layers  # a token sees itself; a draft does not
@@ -179,7 +181,7 @@ class PagedStore:
 
     def restore(self, request: int, snapshot: Snapshot) -> None:
         """Put a snapshot's rows back; the request continues at its position."""
-        held = self._held[request]
+        held = self._settled(request)
         for slot, rows in snapshot.rows.items():
             ring = self.rings[slot]
             span = Spans((request,), (snapshot.position - len(rows),), (snapshot.position,))
@@ -280,13 +282,14 @@ class PagedStore:
         """How many rows right before ``starts`` the ring of each request still has."""
         bounds = self.rings[slot].bounds
         return tuple(
-            bounds[place].rows_before(start) if (place := self._held[r].place) in bounds else 0
+            bounds[place].rows_before(start) if (place := self._settled(r).place) in bounds else 0
             for r, start in zip(requests, starts, strict=True)
         )
 
     def truncate(self, request: int, position: int) -> None:
         """Forget everything that positions >= ``position`` wrote, up to ``draft_tokens`` back."""
-        length, held = self.length(request), self._held[request]
+        length, held = self.length(request), self._settled(request)
+        held.has_windows = False
         rings = self._rings_of(held)
         high = max((ring.bounds[held.place].high for ring in rings), default=0)
         lowest = max(0, high - self.cache.draft_tokens)
@@ -317,6 +320,45 @@ class PagedStore:
             return 0
         bounds = self.rings[TOKENS].bounds.get(self._held[request].place)
         return bounds.stop if bounds else 0
+
+    # decode steps that address rows on the device
+
+    def has_whole_windows(self, request: int, position: int) -> bool:
+        """Whether the rings have all that a token at ``position`` sees; once so, it stays so."""
+        held = self._held[request]
+        if not held.has_windows:
+            window, engram = self.config.attention.window_size, self.config.engram
+            seen = {"window": window - 1, "pending": position % 2, "tokens": 0}
+            seen["tokens"] = engram.max_ngram - 1 if engram else 0
+            held.has_windows = all(
+                self.rows_before(slot, (request,), (position,))[0] >= min(position, seen[slot.kind])
+                for slot in self.rings
+                if slot.layer < self.config.num_layers
+            )
+        return held.has_windows
+
+    def address(self, request: int) -> tuple[int, Int64[Tensor, " pages"]]:
+        """Place of a request in the rings, and its pages; these change as another tensor."""
+        held = self._held[request]
+        return held.place, held.table
+
+    def advance(self, request: int, position: int) -> None:
+        """Note that a decode step has written the rows of this position in every layer."""
+        held, ring = self._held[request], self.rings[TOKENS]
+        ring.bounds.setdefault(held.place, RingBounds()).write(position, position + 1, ring.size)
+        first, stop = held.ahead or (position, position)
+        assert stop == position, f"request {request} goes on at {stop}, not at {position}"
+        held.ahead = first, position + 1
+
+    def _settled(self, request: int) -> _Held:
+        """What a request holds, with every ring's bounds as they are."""
+        held = self._held[request]
+        if held.ahead is not None:
+            for slot, ring in self.rings.items():
+                if slot != TOKENS and slot.layer < self.config.num_layers:
+                    ring.bounds.setdefault(held.place, RingBounds()).write(*held.ahead, ring.size)
+            held.ahead = None
+        return held
 
     # storage
 
@@ -396,7 +438,7 @@ class PagedStore:
     # addresses
 
     def _places(self, requests: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(self._held[request].place for request in requests)
+        return tuple(self._settled(request).place for request in requests)
 
     def _ring_rows(self, spans: Spans, size: int) -> Addresses:
         key = (spans, size)

@@ -95,7 +95,8 @@ def load_checkpoint(
     has_codes = dtype == "stored" and variant == "released"
     moved: set[str] = set()
     if engram != "resident":
-        moved = move_tables_out(model, source, engram, None if has_codes else plain)
+        kept = None if has_codes else plain
+        moved = move_tables_out(model, source, engram, kept, torch.device(device))
     filler = _Filler(model, device, keep_codes=dtype == "stored")
     for weight in source.weights.values():
         is_left_out = not drafter and weight.spec.ours.startswith(DRAFTER)

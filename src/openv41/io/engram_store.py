@@ -10,13 +10,14 @@ give the same bits.
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from functools import partial
 from threading import Lock
 from time import perf_counter
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Int64, UInt8
+from jaxtyping import Bool, Float, Int, Int64, Shaped, UInt8
 from torch import Tensor, nn
 
 from openv41.errors import CheckpointError
@@ -66,21 +67,23 @@ def move_tables_out(
     source: FileSource,
     placement: Literal["host", "mmap"],
     dtype: torch.dtype | None,
+    device: torch.device,
 ) -> set[str]:
     """Replace the Engram tables of a model; return the parameters that it no longer has.
 
-    ``dtype`` is that of the parameters which the tables stand for, None for codes and scales.
+    ``dtype`` is that of the parameters which the tables stand for, None for codes and scales. The
+    model will run on ``device``.
     """
     moved = set()
     for weight in source.weights.values():
         ours = weight.spec.ours
         if weight.spec.weight_format != "fp8_rows":
             continue
-        table = (
-            StoredTable(MappedTable(source.files, weight), weight, dtype, cache_rows=CACHE_ROWS)
-            if placement == "mmap"
-            else StoredTable(read_into_memory(source, weight), weight, dtype)
-        )
+        if placement == "mmap":
+            read = MappedTable(source.files, weight)
+            table = StoredTable(read, weight, dtype, cache_rows=CACHE_ROWS)
+        else:
+            table = table_in_memory(read_into_memory(source, weight), weight, dtype, device)
         model.set_submodule(ours.removesuffix(".weight"), table)
         moved.add(ours)
     return moved
@@ -92,6 +95,8 @@ class StoredTable(nn.Module):
     ``read`` gives a record for each of some ascending, different rows: the bytes of its values as
     in the file, then its scales where the file has them. It runs in the table's own thread.
     """
+
+    reads_on_host = True
 
     def __init__(
         self, read: ReadRows, weight: Weight, dtype: torch.dtype | None, *, cache_rows: int = 0
@@ -183,6 +188,102 @@ class StoredTable(nn.Module):
             self.counters += more
 
 
+class PinnedTable(StoredTable):
+    """A table in host memory that the GPU reads by itself, on a stream beside the first layers.
+
+    Nothing waits on the host, so that a CUDA graph can hold the lookup; its counters then stand
+    still.
+    """
+
+    reads_on_host = False
+
+    def __init__(
+        self, records: UInt8[np.ndarray, "rows size"], weight: Weight, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__(partial(records.take, axis=0), weight, dtype)
+        status = torch.cuda.cudart().cudaHostRegister(records.ctypes.data, records.nbytes, 0)
+        if int(status):
+            raise CheckpointError(
+                f"{weight.name}: {records.nbytes:,} bytes of host memory cannot be shared with the "
+                f"GPU (CUDA error {int(status)}); leave the tables in their file (mmap)"
+            )
+        self._rows = seen_by_gpu(widest(records))
+        self._stream = torch.cuda.Stream()
+        self._found: tuple[Tensor, Tensor] | None = None
+
+    def prefetch(self, rows: Int[Tensor, "T lookups"]) -> None:
+        """Start reading the rows of the next lookup."""
+        flat, records = rows.flatten(), self._rows.new_empty(rows.numel(), self._rows.shape[1])
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            torch.index_select(self._rows, 0, flat, out=records)
+        self._found = rows, records
+
+    def forward(
+        self, rows: Int[Tensor, "T lookups"], dtype: torch.dtype
+    ) -> Float[Tensor, "T lookups width"]:
+        """Look rows up, as values of ``dtype``; other rows than were prefetched are read now."""
+        is_prefetched = self._found is not None and self._found[0] is rows
+        if not is_prefetched:
+            self.prefetch(rows)
+        assert self._found is not None, "prefetch leaves what it reads"
+        records = self._found[1].view(torch.uint8)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        num = rows.numel()
+        self._count(
+            EngramCounters(
+                lookups=1,
+                rows=num,
+                unique_rows=num,
+                reads=1,
+                bytes_read=records.numel(),
+                prefetched=is_prefetched,
+            )
+        )
+        self._found = None
+        values = self._values(_from_records(records, self._weight), dtype)
+        return values.view(*rows.shape, values.shape[-1])
+
+    def _values(self, stored: Rows, dtype: torch.dtype) -> Float[Tensor, "rows width"]:
+        """As the others' values, without a look at them on the host."""
+        if stored.scales is None:
+            return stored.values.to(self._dtype or dtype).to(dtype)
+        return dequantize_fp8_rows(stored.values, stored.scales, self._dtype or dtype).to(dtype)
+
+
+def table_in_memory(
+    records: UInt8[np.ndarray, "rows size"],
+    weight: Weight,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> StoredTable:
+    """A table of these records, for a model on this device."""
+    if device.type == "cuda":
+        return PinnedTable(records, weight, dtype)
+    return StoredTable(partial(records.take, axis=0), weight, dtype)
+
+
+def widest(records: UInt8[np.ndarray, "rows size"]) -> Int[np.ndarray, "rows words"]:
+    """The same bytes in the widest words that a record is made of."""
+    size = next(size for size in (8, 4, 2, 1) if records.shape[1] % size == 0)
+    return records.view(f"i{size}" if size > 1 else "u1")
+
+
+def seen_by_gpu(array: Shaped[np.ndarray, "rows words"]) -> Shaped[Tensor, "rows words"]:
+    """Registered host memory as a tensor of the GPU, which reads it over the bus."""
+
+    class Seen:
+        kept = array
+        __cuda_array_interface__: ClassVar[dict[str, object]] = {
+            "shape": array.shape,
+            "typestr": array.dtype.str,
+            "data": (array.ctypes.data, False),
+            "version": 2,
+        }
+
+    return torch.as_tensor(Seen(), device="cuda")
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class _Fetch:
     """Rows that were asked for, and what comes of them."""
@@ -247,14 +348,14 @@ class MappedTable:
         return np.concatenate([values, scales], axis=1)
 
 
-def read_into_memory(source: FileSource, weight: Weight) -> ReadRows:
-    """Read a whole table, a few rows at a time; give what reads records from there."""
+def read_into_memory(source: FileSource, weight: Weight) -> UInt8[np.ndarray, "rows size"]:
+    """Read the records of a whole table, a few rows at a time."""
     records = np.empty((weight.spec.shape[0], _record_bytes(weight)), np.uint8)
     for start, stop in weight.chunks():
         rows = source.rows(weight, start, stop)
         parts = [part.view(torch.uint8) for part in rows if part is not None]
         torch.cat(parts, dim=1, out=torch.from_numpy(records[start:stop]))
-    return lambda rows: records.take(rows, axis=0)
+    return records
 
 
 def _record_bytes(weight: Weight) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
-from jaxtyping import Complex, Float, Int
+from jaxtyping import Complex, Float, Int, Shaped
 from torch import Tensor
 
 from openv41 import ops
@@ -34,9 +34,10 @@ class Work:
 class Selection:
     """Main-KV rows that queries read: all that are needed, and which of them each query lists."""
 
-    kv: Float[Tensor, "M C"]
+    kv: Shaped[Tensor, "M columns"]  # numbers; packed where a decode step reads them in a store
     rows: Int[Tensor, "T K"]  # -1 is none
     deterministic: bool
+    read: int  # rows that are read
 
     @cached_property
     def keys(self) -> ops.Keys:
@@ -63,6 +64,9 @@ class ForwardContext:
     Without a store every request starts at position 0 and contexts are the batch's own rows, so
     gradients flow through them; with a store the same tables address stored and new rows.
     """
+
+    has_fixed_sizes = False  # no size may depend on what is in a tensor
+    counts_loads = True  # of experts
 
     def __init__(
         self,
@@ -179,7 +183,7 @@ class ForwardContext:
             self._ropes[key] = ops.inverse_table(self.rope(ratio))
         return self._ropes[key]
 
-    def window(self, slot: Slot, latents: Latents) -> tuple[Float[Tensor, "S C"], ops.Keys]:
+    def window(self, slot: Slot, latents: Latents) -> tuple[Shaped[Tensor, "S columns"], ops.Keys]:
         """Write a row per new token; return the window context and what each token sees of it."""
         reach = self._attention.window_size
         past = self._past(slot, reach)
@@ -191,6 +195,10 @@ class ForwardContext:
         name = f"layers.{slot.layer}.window_kv"
         known = self._with_past(slot, past, lambda: self._stored(slot, latents, name))
         return known, self._windows[past, floors]
+
+    def no_main(self, window: Tensor) -> tuple[Shaped[Tensor, "M columns"], ops.Keys]:
+        """No row for any token: the main part of a layer without main KV, beside its window."""
+        return window[:0], self.no_keys
 
     def counted_rows(self, layer: int) -> Int[Tensor, " rows"] | None:
         """Rows whose losses and loads count in a layer; None for all."""
@@ -302,6 +310,12 @@ class ForwardContext:
             self._all_rows[slot] = self.store.read(slot, self.entries(ratio).spans)
         return self._all_rows[slot]
 
+    def segment_rows(
+        self, slot: Slot, ratio: int, segment: Segment
+    ) -> Float[Tensor, "B M columns"]:
+        """Entries of the requests of a segment."""
+        return self.entry_rows(slot, ratio)[segment.entry_rows]
+
     def pick_entries(self, slot: Slot, ratio: int, rows: Int[Tensor, " n"]) -> Float[Tensor, "n C"]:
         """Some of ``entry_rows``, without reading the others where they come from a store."""
         if slot in self._all_rows or self.store is None:
@@ -319,7 +333,7 @@ class ForwardContext:
         else:
             used, rows = compact(rows, sum(self.entries(ratio).totals))
             kv = self.pick_entries(main, ratio, used)
-        self.selections[source] = Selection(kv, rows, self.deterministic)
+        self.selections[source] = Selection(kv, rows, self.deterministic, len(kv))
 
 
 def compact(

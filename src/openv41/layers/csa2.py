@@ -7,7 +7,7 @@ take the latest choice; every layer has its own sliding window.
 from typing import Unpack
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from openv41 import ops
@@ -21,6 +21,8 @@ from openv41.layers.objectives import LayerLosses
 from openv41.layers.quantized_linear import Linear, RMSNorm
 from openv41.layers.store import Slot
 from openv41.plan import LayerPlan
+
+Rows = tuple[Shaped[Tensor, "_ _"], ops.Keys]
 
 
 class Compressor(nn.Module):
@@ -81,24 +83,15 @@ class CSA2Attention(LatentAttention):
         """Attend for every token of the batch."""
         plan, rope = self.plan, ctx.rope(self.plan.ratio)
         q_latent, q = self.queries(x, rope)
-        window_kv, window_keys = self._window_kv(x, ctx)
+        near = self._window_kv(x, ctx)
         if plan.is_kv_source:
             self._publish_main_kv(x, ctx)
         if plan.is_index_source:
             self._select(x, q_latent, ctx)
-        main_kv, main_keys = self._main_kv(ctx, window_kv)
+        far = self._main_kv(ctx, near[0])
         if ctx.losses is not None and ctx.losses.teaches(plan):
-            self._teach(ctx.losses, q, (window_kv, window_keys), ctx)
-        out = ops.sparse_attention(
-            q,
-            window_kv,
-            window_keys,
-            main_kv,
-            main_keys,
-            self.sink,
-            self.scale,
-            deterministic=self.numerics.deterministic,
-        )
+            self._teach(ctx.losses, q, near, ctx)
+        out = self._attended(q, near, far)
         return self.project_out(self.rotate(out, ctx.inverse_rope(plan.ratio)))
 
     def write_kv(self, x: Float[Tensor, "T D"], ctx: ForwardContext, *, window: bool) -> None:
@@ -107,6 +100,19 @@ class CSA2Attention(LatentAttention):
             self._window_kv(x, ctx)
         if self.plan.is_kv_source:
             self._publish_main_kv(x, ctx)
+
+    def _attended(self, q: Float[Tensor, "T H C"], near: Rows, far: Rows) -> Tensor:
+        """Attend to rows of numbers, or to packed ones where they are stored."""
+        (window, window_keys), (main, main_keys) = near, far
+        rest, deterministic = (self.sink, self.scale), self.numerics.deterministic
+        if window.dtype == torch.uint8:
+            listed = window_keys.listed, main_keys.listed
+            return ops.packed_sparse_attention(
+                q, window, listed[0], main, listed[1], *rest, deterministic=deterministic
+            )
+        return ops.sparse_attention(
+            q, window, window_keys, main, main_keys, *rest, deterministic=deterministic
+        )
 
     def _select(self, x: Tensor, q_latent: Tensor, ctx: ForwardContext) -> None:
         """Choose entries, for the layers up to the next index source too."""
@@ -122,7 +128,7 @@ class CSA2Attention(LatentAttention):
         self,
         losses: LayerLosses,
         q: Float[Tensor, "T H C"],
-        window: tuple[Float[Tensor, "S C"], ops.Keys],
+        window: Rows,
         ctx: ForwardContext,
     ) -> None:
         """Hand in how much this layer attends to each selected entry."""
@@ -134,16 +140,14 @@ class CSA2Attention(LatentAttention):
         mass = ops.attention_mass(q, *window, chosen.kv, chosen.rows, self.sink, self.scale)
         handed_in[self.plan.layer] = mass
 
-    def _main_kv(
-        self, ctx: ForwardContext, window_kv: Tensor
-    ) -> tuple[Float[Tensor, "M C"], ops.Keys]:
+    def _main_kv(self, ctx: ForwardContext, window: Tensor) -> Rows:
         if not self.plan.ratio:
-            return window_kv[:0], ctx.no_keys
+            return ctx.no_main(window)
         chosen = ctx.selections[self.plan.index_source]
-        ctx.work.entries_read[self.plan.layer] = len(chosen.kv)
+        ctx.work.entries_read[self.plan.layer] = chosen.read
         return chosen.kv, chosen.keys
 
-    def _window_kv(self, x: Tensor, ctx: ForwardContext) -> tuple[Float[Tensor, "S C"], ops.Keys]:
+    def _window_kv(self, x: Tensor, ctx: ForwardContext) -> Rows:
         rope = ctx.rope(self.plan.ratio)
         latents = Latents("window", self.wkv(x), self.kv_norm, rope, self.numerics)
         return ctx.window(Slot("window", self.plan.layer), latents)

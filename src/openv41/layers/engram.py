@@ -18,6 +18,8 @@ from openv41.ngram_hash_constants import hash_constants
 class PrefetchingTable(Protocol):
     """A table outside the model, in the place of the layer's own: its rows take time to come."""
 
+    reads_on_host: bool  # so that the host must know the rows
+
     def prefetch(self, rows: Int[Tensor, "T lookups"]) -> None:
         """Start reading the rows that the next lookup asks for."""
 

@@ -15,6 +15,8 @@ from openv41.layers.quantized_linear import QuantizedLinear, QuantizedWeight
 from openv41.layers.rounding import round_expert_weight
 from openv41.ops.precision import cast, widened
 
+FEW_PAIRS = 4096  # of tokens and experts, that one kernel sorts
+
 
 class Gate(Float32Islands):
     """Router: raw scores, and the biases that steer the choice of experts."""
@@ -63,7 +65,9 @@ class RoutedExperts(nn.Module):
             return widened(x)
         if len(x) == 1 and not x.is_cuda:
             return self._run_for_one(x, expert_ids[0].tolist(), weights[0])
-        order, counts = ops.sort_by_expert(expert_ids, self.moe.num_experts)
+        few = x.is_cuda and expert_ids.numel() <= FEW_PAIRS
+        sort = ops.order_pairs if few else ops.sort_by_expert
+        order, counts = sort(expert_ids, self.moe.num_experts)
         inputs = ops.take_pairs(x, order, self.moe.top_k)
         shares = weights.flatten().index_select(0, order)
         return ops.combine(self.feed(inputs, counts, shares), order, self.moe.top_k)
@@ -170,6 +174,10 @@ class MixtureOfExperts(nn.Module):
         self, x: Tensor, ctx: ForwardContext
     ) -> tuple[Int[Tensor, "T A"], Float[Tensor, "T A"]]:
         gate, moe = self.gate, self.moe
+        if ctx.has_fixed_sizes:
+            logits = ops.wide_linear(x, gate.weight)
+            wide = gate.bias.to(logits.dtype), moe.top_k, moe.gate_temperature, moe.route_scale
+            return ops.route(logits, *wide, normalise=moe.norm_top_k_prob)
         scores = ops.router_scores(
             x, gate.weight, moe.gate_temperature, deterministic=self.numerics.deterministic
         )
@@ -195,16 +203,18 @@ class MixtureOfExperts(nn.Module):
         self, scores: Float[Tensor, "T E"], chosen: Int[Tensor, "T A"], ctx: ForwardContext
     ) -> None:
         """Count loads, and hand in the balance loss, of the rows that count."""
-        sequences, is_image, share = ctx.batch.request_rows, ctx.is_image, 1.0
-        if (rows := ctx.counted_rows(self.layer)) is not None:
+        rows, is_image, share = ctx.counted_rows(self.layer), ctx.is_image, 1.0
+        if rows is not None:
             share = len(rows) / len(scores)  # the others are zeros of the mean over all tokens
-            scores, chosen, sequences = scores[rows], chosen[rows], sequences[rows]
+            scores, chosen = scores[rows], chosen[rows]
             is_image = None if is_image is None else is_image[rows]
-        ctx.expert_counts[self.layer] = ctx.once(
-            f"layers.{self.layer}.expert_counts",
-            lambda: _count(chosen, is_image, self.moe.num_experts),
-        )
+        if ctx.counts_loads:
+            ctx.expert_counts[self.layer] = ctx.once(
+                f"layers.{self.layer}.expert_counts",
+                lambda: _count(chosen, is_image, self.moe.num_experts),
+            )
         if ctx.losses is not None and ctx.losses.wanted.balance:
+            sequences = ctx.batch.request_rows if rows is None else ctx.batch.request_rows[rows]
             loss = ops.sequence_balance(scores, chosen, sequences, len(ctx.batch.requests))
             ctx.losses.balance[self.layer] = share * loss
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Unpack
 
 import torch
-from jaxtyping import Complex, Float, Int
+from jaxtyping import Complex, Float, Int, UInt8
 from torch import Tensor, nn
 
 from openv41 import ops
@@ -22,6 +22,7 @@ from openv41.layers.quantized_linear import Linear, QuantizedLinear, RMSNorm
 from openv41.layers.rounding import round_index
 from openv41.layers.store import PackedRows, Slot
 from openv41.ops.deterministic import TILE_WIDTH
+from openv41.ops.packed_index import packed_width
 from openv41.plan import LayerPlan
 
 PACKED_WIDTH = 128  # of keys that kernels read packed
@@ -80,11 +81,13 @@ class HierarchicalIndexer(nn.Module):
 
         The choice has no gradient: ``selected_scores`` is what the indexer learns from.
         """
-        q, weights = self._queries(x, q_latent, ctx)
+        q, weights = self._projected(x, q_latent)
         found = self._empty(x, ctx)
         from_pool = self.plan.uses_candidates and ctx.candidates is not None
         packed = self._packed_keys(q, ctx, found)
-        apart = from_pool and lists_candidates(q, self.numerics)
+        if packed is None:
+            q = self._rounded(q, ctx)
+        apart = from_pool and (ctx.has_fixed_sizes or lists_candidates(q, self.numerics))
         if packed is not None:
             self._select_from_packed(packed, q, weights, ctx, found)
         elif apart:
@@ -111,7 +114,8 @@ class HierarchicalIndexer(nn.Module):
         ctx: ForwardContext,
     ) -> Float[Tensor, "T K"]:
         """Scores of the chosen rows of the index keys, with gradients for the indexer alone."""
-        q, weights = self._queries(x.detach(), q_latent.detach(), ctx)
+        q, weights = self._projected(x.detach(), q_latent.detach())
+        q = self._rounded(q, ctx)
         keys = ctx.entry_rows(self._keys, self.plan.ratio)
         score_dtype, deterministic = self._score_dtype, self.numerics.deterministic
         return ops.selected_scores(q, weights, keys, rows, score_dtype, deterministic=deterministic)
@@ -140,15 +144,26 @@ class HierarchicalIndexer(nn.Module):
     def _name(self, what: str) -> str:
         return f"layers.{self.plan.layer}.{what}"
 
-    def _queries(
-        self, x: Tensor, q_latent: Tensor, ctx: ForwardContext
+    def _projected(
+        self, x: Tensor, q_latent: Tensor
     ) -> tuple[Float[Tensor, "T I J"], Float[Tensor, "T I"]]:
         heads, dim = self.indexer.num_heads, self.indexer.head_dim
         q = self.wq_b(q_latent).unflatten(-1, (heads, dim))
+        return q, self.weights_proj(x) * (dim**-0.5 * heads**-0.5)
+
+    def _rounded(self, q: Tensor, ctx: ForwardContext) -> Float[Tensor, "T I J"]:
         rope = ctx.rope(self.plan.ratio)
         q = ops.rotate(q, rope, deterministic=self.numerics.deterministic)
-        weights = self.weights_proj(x) * (dim**-0.5 * heads**-0.5)
-        return round_index(q, self.numerics), weights
+        return round_index(q, self.numerics)
+
+    def _packed(self, q: Tensor, ctx: ForwardContext) -> UInt8[Tensor, "T I row"]:
+        """Rotate, round and pack the queries, as keys are on their way into a cache."""
+        rows, (tokens, heads, width) = q.flatten(0, 1), q.shape
+        rope = ctx.rope(self.plan.ratio)[:, None].expand(-1, heads, -1).flatten(0, 1)
+        packed = q.new_empty(len(rows), packed_width(width), dtype=torch.uint8)
+        every = torch.arange(len(rows), device=q.device)
+        ops.write_latents(packed, every, rows, None, 1.0, rope, "mxfp4")
+        return packed.unflatten(0, (tokens, heads))
 
     def _select_from_all(
         self,
@@ -217,7 +232,7 @@ class HierarchicalIndexer(nn.Module):
         self, keys: PackedRows, q: Tensor, weights: Tensor, ctx: ForwardContext, found: _Found
     ) -> None:
         """Choose from packed keys; a long run of tokens without all of its scores at a time."""
-        q, every = ops.pack_rows(q), tuple(range(len(ctx.batch.requests)))
+        q, every = self._packed(q, ctx), tuple(range(len(ctx.batch.requests)))
         visible, size = ctx.entries(self.plan.ratio).visible, self.indexer.block_size
         blocks = self.indexer.candidate_blocks if self.plan.publishes_candidates else 0
         pools = ctx.candidates if self.plan.uses_candidates else None
@@ -282,9 +297,8 @@ class HierarchicalIndexer(nn.Module):
     def _scores(
         self, segment: Segment, q: Tensor, weights: Tensor, ctx: ForwardContext
     ) -> Float[Tensor, "B T M"]:
-        keys = ctx.entry_rows(self._keys, self.plan.ratio)
-        rows = segment.token_rows
-        return self._score(q[rows], weights[rows], keys[segment.entry_rows])
+        rows, keys = segment.token_rows, ctx.segment_rows(self._keys, self.plan.ratio, segment)
+        return self._score(q[rows], weights[rows], keys)
 
     def _score(
         self,

@@ -60,8 +60,8 @@ class LatentAttention(Float32Islands):
         groups = self.attn.o_groups
         inputs = out.flatten(1).unflatten(1, (groups, -1))  # [T, G, H/G*C]
         weight = cast(self.wo_a.value(out.dtype), out.dtype).unflatten(0, (groups, -1))
-        if len(out) == 1 and not self.numerics.deterministic:  # one call for all groups
-            grouped = torch.bmm(inputs.transpose(0, 1), weight.mT).view(1, -1)
+        if (len(out) == 1 or out.is_cuda) and not self.numerics.deterministic:  # one call for all
+            grouped = torch.bmm(inputs.transpose(0, 1), weight.mT).transpose(0, 1).flatten(1)
         else:
             parts = [
                 ops.linear(inputs[:, g], weight[g], deterministic=self.numerics.deterministic)

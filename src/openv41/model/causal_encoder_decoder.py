@@ -20,6 +20,7 @@ from openv41.errors import InputError
 from openv41.layers.batch import Batch
 from openv41.layers.context import Choices, ForwardContext, Work
 from openv41.layers.csa2 import CSA2Attention
+from openv41.layers.decode_context import DecodeContext, DecodeState
 from openv41.layers.embedding import Embedding
 from openv41.layers.engram import Engram
 from openv41.layers.experts import MixtureOfExperts
@@ -33,7 +34,6 @@ from openv41.layers.store import KVStore, Slot
 from openv41.model.dspark import DSparkDrafter
 from openv41.model.image_tower import ImageTower
 from openv41.model.prefill import LayerRows
-from openv41.ops.precision import widened
 from openv41.plan import LayerPlan, plan_layers
 
 
@@ -48,6 +48,7 @@ class Output:
     expert_counts: dict[int, Int[Tensor, "2 E"]]  # per layer: tokens of text, of images
     losses: Losses  # those that the caller asked for
     work: Work
+    logits: Float[Tensor, "T V"] | None = None  # of each row, where they were computed at once
 
 
 class Layer(nn.Module):
@@ -110,7 +111,7 @@ class Head(Embedding):
 
     def forward(self, hidden: Float[Tensor, "T D"], *, deterministic: bool) -> Float[Tensor, "T V"]:
         """Score the vocabulary."""
-        return ops.linear(widened(hidden), self.weight, deterministic=deterministic)
+        return ops.wide_linear(hidden, self.weight, deterministic=deterministic)
 
     def loss(
         self,
@@ -162,6 +163,7 @@ class CausalEncoderDecoder(nn.Module):
         if config.dspark is not None:
             self.drafter = DSparkDrafter(config, config.dspark, numerics, **made)
         self.register_buffer("token_map", None, persistent=False)
+        self.pad_id = 0  # compressed
 
     def set_token_map(self, token_map: Sequence[int] | Int[Tensor, " V"]) -> None:
         """Set the compressed id of every token, which the Engram layers hash."""
@@ -175,6 +177,7 @@ class CausalEncoderDecoder(nn.Module):
                 f"{self.config.vocab_size} ids below {engram.compressed_vocab_size}"
             )
         self.token_map = ids.to(self.norm.weight.device)
+        self.pad_id = int(ids[engram.pad_token_id])
 
     def forward(
         self,
@@ -200,9 +203,29 @@ class CausalEncoderDecoder(nn.Module):
             raise InputError("objectives and replay need whole texts; leave out store and rows")
         losses = None if objectives is None else LayerLosses(objectives)
         ctx = self.context(batch, store, probe, losses, replay)
+        return self._run(ctx, rows, recompute=recompute)
+
+    def decode(self, state: DecodeState) -> Output:
+        """The same for one token of text of each request, where ``state`` says.
+
+        Nothing is checked and nothing waits for the device, so that a CUDA graph can hold it.
+        """
+        deterministic = self.numerics.deterministic
+        ctx = DecodeContext(state, self.config.attention, deterministic=deterministic)
+        self._look_back(ctx, state.token_ids)
+        return self._run(ctx)
+
+    def _run(
+        self,
+        ctx: ForwardContext,
+        rows: Sequence[LayerRows] | None = None,
+        *,
+        recompute: bool = False,
+    ) -> Output:
+        """Every layer, one after the other."""
         for engram in self.engrams():
             engram.prefetch(ctx)
-        streams = self.first_streams(batch, ctx)
+        losses, streams = ctx.losses, self.first_streams(ctx.batch, ctx)
         for number, layer in enumerate(self.layers):
             if rows is not None:
                 streams, ctx = enter(layer, streams, ctx, rows[number])
@@ -259,7 +282,7 @@ class CausalEncoderDecoder(nn.Module):
         )
         if batch.image_embeds is not None:
             ctx.is_image = is_image
-        self._look_back(ctx, is_image)
+        self._look_back(ctx, ids.masked_fill(is_image, ops.DEAD))
         return ctx
 
     def first_streams(self, batch: Batch, ctx: ForwardContext) -> Streams:
@@ -305,9 +328,8 @@ class CausalEncoderDecoder(nn.Module):
                     f"{self.config.max_position}"
                 )
 
-    def _look_back(self, ctx: ForwardContext, is_image: Tensor) -> None:
+    def _look_back(self, ctx: ForwardContext, ids: Int[Tensor, " T"]) -> None:
         """Store the token ids; give the Engram layers the newest compressed ids of each token."""
-        ids = ctx.batch.token_ids.masked_fill(is_image, ops.DEAD)
         engram = self.config.engram
         reach = engram.max_ngram if engram else 1
         raw = ctx.look_back(Slot("tokens", -1), ids, reach)  # [T, G+1], newest first
@@ -319,14 +341,14 @@ class CausalEncoderDecoder(nn.Module):
                 "of the model's tokenizer"
             )
         ctx.recent_ids = torch.where(raw < 0, ops.DEAD, self.token_map[raw.clamp(min=0)])
-        ctx.pad_id = int(self.token_map[engram.pad_token_id])
+        ctx.pad_id = self.pad_id
 
 
 def equal_streams(embedded: Float[Tensor, "T D"], num_streams: int) -> Streams:
     """Every stream a copy of the embedding, and the input mix that reads stream 0 alone."""
     wide = torch.promote_types(embedded.dtype, torch.float32)
     first = torch.zeros(num_streams, device=embedded.device, dtype=wide)
-    first[0] = 1
+    first[:1].fill_(1)
     x = embedded[:, None].expand(-1, num_streams, -1)
     return Streams(x, first.expand(len(embedded), -1))
 
@@ -370,5 +392,8 @@ def join_taps(
     if not taps or len(taps) < num_layers:
         return None, None
     last = taps[-1][1]
-    means = [mean[batch.part(last.starts, last.stops)[1]] for mean, batch in taps]
+    means = [
+        mean if batch is last else mean[batch.part(last.starts, last.stops)[1]]
+        for mean, batch in taps
+    ]
     return torch.cat(means, dim=-1), last

@@ -32,7 +32,7 @@ from openv41.ops.indexer import (
     selected_scores,
     selection_divergence,
 )
-from openv41.ops.linear import linear, quantized_linear, rounded_input
+from openv41.ops.linear import linear, quantized_linear, rounded_input, wide_linear
 from openv41.ops.linear_loss import LinearLoss
 from openv41.ops.mhc import mega_mhc, mix_streams, predict_mix, update_streams
 from openv41.ops.norm import rms_norm
@@ -42,6 +42,7 @@ from openv41.ops.pairs import combine, count_ids, sort_by_expert, take_pairs
 from openv41.ops.pixel_unshuffle import pixel_unshuffle
 from openv41.ops.reverse_kl import linear_reverse_kl
 from openv41.ops.rope import inverse_table, rope_frequencies, rope_table, rotate, yarn_frequencies
+from openv41.ops.routing import order_pairs, route
 from openv41.ops.sinkhorn import doubly_stochastic
 from openv41.ops.sparse_attention import Keys, attention_mass, plan_keys, sparse_attention
 from openv41.ops.swiglu import clamped_swiglu
@@ -79,6 +80,7 @@ __all__ = [
     "mega_mhc",
     "merge_pools",
     "mix_streams",
+    "order_pairs",
     "pack_rows",
     "packed_index_choice",
     "packed_index_scores",
@@ -97,6 +99,7 @@ __all__ = [
     "rotate",
     "rotate_halves",
     "rounded_input",
+    "route",
     "router_scores",
     "select_top_k",
     "selected_scores",
@@ -106,6 +109,7 @@ __all__ = [
     "sparse_attention",
     "take_pairs",
     "update_streams",
+    "wide_linear",
     "write_latents",
     "yarn_frequencies",
 ]

@@ -7,9 +7,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from openv41.ops._dispatch import op
 from openv41.ops.deterministic import elementwise
-from openv41.ops.linear import linear
+from openv41.ops.linear import wide_linear
 from openv41.ops.pairs import count_ids
-from openv41.ops.precision import widened
 
 
 @op
@@ -24,7 +23,7 @@ def router_scores(
 
     At least float32, whatever the dtype of the input.
     """
-    logits = linear(widened(x), weight, deterministic=deterministic)
+    logits = wide_linear(x, weight, deterministic=deterministic)
     if temperature != 1:
         logits = logits / temperature
     smallest = torch.finfo(logits.dtype).tiny  # softplus may underflow; sqrt has no slope at zero

@@ -6,9 +6,9 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from openv41.config import Rounding
-from openv41.ops._dispatch import op
+from openv41.ops._dispatch import op, wants_gradient
 from openv41.ops.deterministic import fixed_product
-from openv41.ops.precision import cast
+from openv41.ops.precision import WIDE, cast, widened
 from openv41.ops.quantize import dequantize_fp8, fake_fp8, quantize_fp8
 
 
@@ -29,6 +29,19 @@ def linear(
         return F.linear(x, cast(weight, x.dtype), None if bias is None else cast(bias, x.dtype))
     out = fixed_product(x.flatten(0, -2), weight.to(x.dtype)).view(*x.shape[:-1], len(weight))
     return out if bias is None else out + bias.to(x.dtype)
+
+
+def wide_linear(
+    x: Float[Tensor, "... D"], weight: Float[Tensor, "F D"], *, deterministic: bool = False
+) -> Float[Tensor, "... F"]:
+    """X @ weight^T in at least float32.
+
+    Numbers that are narrow on a GPU need no wide copy: their products are exact in float32.
+    """
+    narrow = x.dtype not in WIDE and x.dtype == weight.dtype and x.is_cuda and x.ndim == 2
+    if narrow and not (deterministic or wants_gradient(x, weight)):
+        return torch.mm(x, weight.mT, out_dtype=torch.float32)
+    return linear(widened(x), weight, deterministic=deterministic)
 
 
 @op

@@ -99,6 +99,11 @@ def pack_rows(x: Float[Tensor, "*rows J"]) -> UInt8[Tensor, "*rows row"]:
     return torch.cat([codes, scales.view(torch.uint8)], dim=-1)
 
 
+def packed_width(width: int) -> int:
+    """Bytes of a packed row of so many numbers."""
+    return -(-width // 2) + -(-width // BLOCK)
+
+
 def unpack_rows(packed: UInt8[Tensor, "*rows row"]) -> Float[Tensor, "*rows J"]:
     """Exact float32 values of packed MXFP4 rows, each of codes followed by scales."""
     blocks = -(-packed.shape[-1] // (BLOCK // 2 + 1))

@@ -18,7 +18,7 @@ from openv41.ops.top_k_triton import CHUNK, LEAST_KEPT
 WORKSPACE = 240 << 20  # bytes beside inputs and outputs
 
 
-def _refuse(q, weights, keys, table, visible, per_page, num_entries) -> str | None:
+def _refuse(q, weights, keys, table, visible, per_page, num_entries, *_) -> str | None:
     """Say what the kernel cannot take."""
     if q.shape[3] != ROW_BYTES or keys.shape[1] != ROW_BYTES:
         return f"packed rows are of {q.shape[3]} and {keys.shape[1]} bytes, not {ROW_BYTES}"

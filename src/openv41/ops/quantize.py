@@ -20,6 +20,7 @@ input never gives a NaN scale.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -207,7 +208,7 @@ def dequantize_fp8_rows(
 def pack_e2m1(values: Float[Tensor, "*rows D"]) -> UInt8[Tensor, "*rows packed"]:
     """Pack values that are E2M1 numbers, two a byte; NaN becomes 0 (its scale is NaN)."""
     assert values.shape[-1] % 2 == 0, f"E2M1 packs pairs, the last dim is {values.shape[-1]}"
-    table = torch.tensor(_E2M1_CODES, dtype=torch.uint8, device=values.device)
+    table = _table(_E2M1_CODES, torch.uint8, values.device)
     code = table[(values.abs() * 2).nan_to_num(0.0).int()]
     code |= torch.signbit(values).to(torch.uint8) << 3
     return code[..., 0::2] | code[..., 1::2] << 4
@@ -215,9 +216,16 @@ def pack_e2m1(values: Float[Tensor, "*rows D"]) -> UInt8[Tensor, "*rows packed"]
 
 def unpack_e2m1(packed: UInt8[Tensor, "*rows packed"]) -> Float[Tensor, "*rows D"]:
     """Float32 values of packed E2M1 codes."""
-    table = torch.tensor((*_E2M1, *(-v for v in _E2M1)), device=packed.device)
+    table = _table((*_E2M1, *(-v for v in _E2M1)), torch.float32, packed.device)
     code = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
     return table[code.int()]
+
+
+@cache
+def _table(values: tuple[float | int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Constants that are copied to a device once: a CUDA graph cannot hold the copy."""
+    with torch.inference_mode(mode=False):
+        return torch.tensor(values, dtype=dtype, device=device)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -1,0 +1,102 @@
+"""Decode steps whose addresses are made on the device: same answers, and nothing waits for it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from openv41.engine import decode_graph
+from openv41.engine.decode_graph import DecodeSteps
+from openv41.layers import hierarchical_indexer
+from openv41.ops._dispatch import Op
+from tests.engine.mini_engine import arm, engine_of, greedy
+from tests.layers.mini import mini_config, random_ids
+
+WAITING = {
+    "_local_scalar_dense",
+    "nonzero",
+    "equal",
+    "is_nonzero",
+    "_unique2",
+    "unique_dim",
+    "masked_select",
+    "unique_consecutive",
+    "bincount",
+    "lift_fresh",  # of torch.tensor: copied from the host
+}
+
+
+def stepping(engine):
+    """The engine with decode steps addressed on the device, call by call."""
+    engine.decode = DecodeSteps(engine.model, engine.store, captures=False)
+    return engine
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses calls that read what is on the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_on = True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.split("::")[1]
+        if self.is_on:
+            assert name not in WAITING, f"{name} waits for the device"
+            indices = args[1] if name in ("index", "index_put_", "index_put") else ()
+            assert all(i is None or i.dtype != torch.bool for i in indices), "a mask is counted"
+            moved = isinstance((kwargs or {}).get("device"), torch.device)
+            assert name != "_to_copy" or not moved, "a copy to another device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def no_waiting(monkeypatch):
+    """Decode steps must not wait; a reference that has a kernel on a GPU may."""
+    refusing = NoWaiting()
+    call, compute = Op.__call__, DecodeSteps._compute
+
+    def op(self, *args, **options):
+        before, refusing.is_on = refusing.is_on, refusing.is_on and not self.has_kernel_file
+        try:
+            return call(self, *args, **options)
+        finally:
+            refusing.is_on = before
+
+    def computed(self, size):
+        with refusing:
+            return compute(self, size)
+
+    monkeypatch.setattr(Op, "__call__", op)
+    monkeypatch.setattr(DecodeSteps, "_compute", computed)
+
+
+@pytest.mark.parametrize("numerics", ["f32", "f32qat", "packed"])
+def test_steps_wait_for_nothing_and_answer_alike(monkeypatch, no_waiting, numerics):
+    """Requests that join and leave, pages that are added, and a larger page table."""
+    if numerics == "packed":
+        numerics = "f32qat"
+        monkeypatch.setattr(hierarchical_indexer, "reads_packed_rows", lambda *_: True)
+    monkeypatch.setattr(decode_graph, "LEAST_POSITIONS", 16)
+    config = mini_config()
+    config = replace(config, attention=replace(config.attention, head_dim=32, rope_dim=8))
+    model = arm(torch.float32, bitwise=False, numerics=numerics, config=config)
+    lengths = {1: 9, 3: 2, 9: 5, 29: 5}
+    requests = [greedy(random_ids(n, seed=n), answer) for n, answer in lengths.items()]
+    options = {
+        "tokens_per_step": 23,
+        "prefix_cache": False,
+        "cache": {"num_pages": 40, "max_requests": 4},
+    }
+    want = engine_of(model, **options).generate(requests)
+    engine = stepping(engine_of(model, **options))
+    sizes = set()
+    compute = DecodeSteps._compute
+    monkeypatch.setattr(
+        DecodeSteps, "_compute", lambda self, size: (sizes.add(size), compute(self, size))[1]
+    )
+    got = engine.generate(requests)
+    assert {requests for requests, _ in sizes} >= {1, 2, 4}, sizes
+    assert len({pages for _, pages in sizes}) > 1, sizes
+    assert [a.tokens for a in got] == [a.tokens for a in want]
