@@ -11,11 +11,13 @@ import argparse
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.ced_prefill import NoText
@@ -42,7 +44,7 @@ CONTEXTS = (16384, 32768, 65536, 131072)
 PAGE_SIZE = 64
 PROMPT = 512
 LIMITS = {"reuse": 1.02, "reindex": 1.05}  # of a layer's time from the first context to the last
-FIRST_KERNELS = ("boundary", "_one_launch", "_first_launch")  # of a sub-layer
+FIRST_KERNEL = "boundary"  # of a sub-layer
 
 
 def model_of(positions: int, device: str) -> CausalEncoderDecoder:
@@ -241,6 +243,7 @@ def layers(model: CausalEncoderDecoder, loads: Sequence[int], context: int) -> I
                 "kernels": count,
                 "floor_us": floor(load, context) / COPY_RATE * 1e6,
                 "step_us": step_us,
+                "heaviest": heaviest(steps),
             }
 
 
@@ -275,18 +278,32 @@ def layer_times(steps: Steps, num_layers: int) -> list[tuple[float, int]]:
 
     An Engram comes before its layer's first boundary, and counts for the layer before.
     """
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        steps.replay()
-        torch.cuda.synchronize()
-    kernels = sorted(
-        (e for e in profiled.events() if e.device_type.name == "CUDA"),
-        key=lambda e: e.time_range.start,
-    )
-    begins = [n for n, k in enumerate(kernels) if any(one in k.name for one in FIRST_KERNELS)]
+    kernels = profiled(steps)
+    begins = [n for n, kernel in enumerate(kernels) if FIRST_KERNEL in kernel.name]
     assert len(begins) == 2 * num_layers, f"{len(begins)} sub-layers in the profile"
     begins = [*begins[::2], len(kernels)]
     parts = [kernels[a:b] for a, b in pairwise(begins)]
     return [(sum(k.time_range.elapsed_us() for k in part), len(part)) for part in parts]
+
+
+def profiled(steps: Steps) -> list[FunctionEvent]:
+    """Kernels of one replay, in their order."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        steps.replay()
+        torch.cuda.synchronize()
+    kernels = [e for e in found.events() if e.device_type.name == "CUDA"]
+    return sorted(kernels, key=lambda e: e.time_range.start)
+
+
+def heaviest(steps: Steps) -> list[tuple[str, float, int]]:
+    """Name, microseconds in all and number of the kernels that take most of a replay."""
+    total: dict[str, float] = {}
+    count: Counter[str] = Counter()
+    for kernel in profiled(steps):
+        total[kernel.name] = total.get(kernel.name, 0) + kernel.time_range.elapsed_us()
+        count[kernel.name] += 1
+    names = sorted(total, key=lambda name: -total[name])[:12]
+    return [(name[:80], round(total[name], 1), count[name]) for name in names]
 
 
 class Floor:

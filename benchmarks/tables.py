@@ -5,6 +5,7 @@ import re
 import statistics
 from functools import partial
 
+from benchmarks import decode_tables
 from benchmarks.h200 import report
 from benchmarks.record import REPOSITORY, RESULTS
 from openv41.io.atomic import write_atomic
@@ -218,7 +219,11 @@ PAGES = {
     "images.md": {"modality_balance": modality_balance},
     "results.md": {"update_rules": update_rules, "modality_balance": modality_balance},
     "training.md": {"gpu_training": gpu_training, "cpu_training": cpu_training},
-    "performance.md": {"h200": report.ceilings, "h200_modules": report.sections},
+    "performance.md": {
+        "h200": report.ceilings,
+        "h200_modules": report.sections,
+        **decode_tables.TABLES,
+    },
 }
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from openv41 import ops
 from openv41.engine import decode_graph
-from openv41.engine.decode_graph import DecodeSteps
+from openv41.engine.decode_graph import DecodeSteps, why_not
 from openv41.layers import hierarchical_indexer
 from openv41.ops._dispatch import Op
 from tests.engine.mini_engine import arm, engine_of, greedy
@@ -100,3 +101,15 @@ def test_steps_wait_for_nothing_and_answer_alike(monkeypatch, no_waiting, numeri
     assert {requests for requests, _ in sizes} >= {1, 2, 4}, sizes
     assert len({pages for _, pages in sizes}) > 1, sizes
     assert [a.tokens for a in got] == [a.tokens for a in want]
+
+
+def test_what_cannot_be_captured_says_why():
+    config = mini_config()
+    wide = replace(config, attention=replace(config.attention, head_dim=64, rope_dim=8))
+    assert why_not(arm(torch.float32, bitwise=False, config=config)) is None
+    assert why_not(arm(torch.float32, bitwise=False, numerics="f32qat", config=wide)) is None
+    assert "float64" in why_not(arm(torch.float64, bitwise=False, config=config))
+    assert "deterministic" in why_not(arm(torch.float32, bitwise=True, config=config))
+    assert "8 numbers" in why_not(arm(torch.float32, bitwise=False, numerics="f32qat"))
+    with ops.kernels("reference"):
+        assert "no kernels run" in why_not(arm(torch.float32, bitwise=False, config=wide))

@@ -59,7 +59,8 @@ def test_graphs_answer_as_calls_do(numerics, prefix_cache):
     """Requests that join and leave, pages that are added, page tables that grow."""
     model = tiny_model(numerics)
     lengths = {1: 64, 3: 9, 9: 80, 29: 30, 60: 64, 1000: 64}
-    requests = [greedy(random_ids(n, seed=n), answer) for n, answer in lengths.items()]
+    prompts = {n: [4 + token % 60 for token in random_ids(n, seed=n)] for n in lengths}
+    requests = [greedy(prompts[n], answer) for n, answer in lengths.items()]
     sizes = {"max_requests": 4, "page_size": 16}
     options = {"tokens_per_step": 23, "prefix_cache": prefix_cache, "cache": sizes}
     graphs = engine_of(model, **options)

@@ -24,9 +24,12 @@ from openv41.layers.engram import PrefetchingTable
 from openv41.layers.objectives import Losses
 from openv41.model.cache_formats import RowFormat, row_format
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder, Output
+from openv41.ops._dispatch import is_reference
 
 logger = logging.getLogger(__name__)
 
+DTYPES = (torch.float32, torch.bfloat16)  # that kernels take
+WIDTHS = (64, 128, 256, 512)  # of packed rows that kernels read
 LEAST_POSITIONS = 1024  # that the smallest page table has room for
 Size = tuple[int, int]  # requests and pages
 
@@ -176,17 +179,38 @@ class DecodeSteps:
         return Computed(output.hidden, self._model.logits(output.hidden), output.taps)
 
 
+def captured_steps(model: CausalEncoderDecoder, store: PagedStore) -> DecodeSteps | None:
+    """Steps that are captured, on a CUDA device; None where they cannot be."""
+    if store.device.type != "cuda":
+        return None
+    if (reason := why_not(model)) is not None:
+        logger.warning("decode steps are not captured: %s", reason)
+        return None
+    return DecodeSteps(model, store)
+
+
 def why_not(model: CausalEncoderDecoder) -> str | None:
-    """Why decode steps of a model cannot be captured; None where they can."""
-    numerics = model.numerics
-    if numerics.deterministic:
-        return "deterministic sums take tiles apart on the host"
-    if (numerics.window_kv == "off") != (numerics.main_kv == "off"):
-        return "window and main KV are not stored alike"
+    """Why decode steps of a model cannot be captured; None where they can.
+
+    A capture that fails leaves the generator of random numbers unusable, so that none may be tried
+    where the reference of an op would run.
+    """
+    numerics, width = model.numerics, model.config.attention.head_dim
+    dtype, is_packed = model.norm.weight.dtype, numerics.main_kv != "off"
+    is_narrow = numerics.compute_dtype == "bfloat16" and dtype != torch.bfloat16
     tables = [engram.table for engram in model.engrams()]
-    if any(isinstance(table, PrefetchingTable) and table.reads_on_host for table in tables):
-        return "an Engram table is read by the host"
-    return None
+    reasons = {
+        "deterministic sums take tiles apart on the host": numerics.deterministic,
+        "window and main KV are not stored alike": is_packed != (numerics.window_kv != "off"),
+        f"no kernels run on {dtype}": dtype not in DTYPES or is_reference(),
+        "queries are narrower than what is stored": is_narrow and not is_packed,
+        f"no kernel attends to rows of {width} numbers as they are stored": width > max(WIDTHS)
+        or (is_packed and width not in WIDTHS),
+        "an Engram table is read by the host": any(
+            isinstance(table, PrefetchingTable) and table.reads_on_host for table in tables
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _stored(rows: Tensor, size: int, kept: RowFormat | None, dtype: torch.dtype) -> StoredRows:

@@ -20,7 +20,7 @@ from torch import Tensor
 from openv41.config import NUMERICS
 from openv41.engine.answering import Collector, take, take_prompt
 from openv41.engine.constraint import ConstraintError
-from openv41.engine.decode_graph import DecodeSteps, why_not
+from openv41.engine.decode_graph import captured_steps
 from openv41.engine.drafting import Drafting
 from openv41.engine.dspark_files import CALIBRATION_FILE, PROFILE_FILE
 from openv41.engine.features import Features
@@ -142,12 +142,7 @@ class Engine:
         )
         self.images = ImageCache(model.vision, config.image_cache_bytes)
         self.figures = Figures()
-        self.decode: DecodeSteps | None = None
-        if config.cuda_graphs and self.device.type == "cuda":
-            if (reason := why_not(model)) is None:
-                self.decode = DecodeSteps(model, self.store)
-            else:
-                logger.warning("decode steps are not captured: %s", reason)
+        self.decode = captured_steps(model, self.store) if config.cuda_graphs else None
         self._is_closed = False
         self._jobs: dict[int, Job] = {}
         self._next = 0

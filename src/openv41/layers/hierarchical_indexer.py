@@ -148,7 +148,7 @@ class HierarchicalIndexer(nn.Module):
         self, x: Tensor, q_latent: Tensor
     ) -> tuple[Float[Tensor, "T I J"], Float[Tensor, "T I"]]:
         heads, dim = self.indexer.num_heads, self.indexer.head_dim
-        q = self.wq_b(q_latent).unflatten(-1, (heads, dim))
+        q: Tensor = self.wq_b(q_latent).unflatten(-1, (heads, dim))
         return q, self.weights_proj(x) * (dim**-0.5 * heads**-0.5)
 
     def _rounded(self, q: Tensor, ctx: ForwardContext) -> Float[Tensor, "T I J"]:
@@ -163,7 +163,7 @@ class HierarchicalIndexer(nn.Module):
         packed = q.new_empty(len(rows), packed_width(width), dtype=torch.uint8)
         every = torch.arange(len(rows), device=q.device)
         ops.write_latents(packed, every, rows, None, 1.0, rope, "mxfp4")
-        return packed.unflatten(0, (tokens, heads))
+        return packed.view(tokens, heads, -1)
 
     def _select_from_all(
         self,
@@ -238,7 +238,8 @@ class HierarchicalIndexer(nn.Module):
         pools = ctx.candidates if self.plan.uses_candidates else None
         for segment in ctx.segments(self.plan.ratio):
             rows, num = segment.token_rows, segment.entry_rows.shape[1]
-            flat = rows.flatten()
+            whole = ctx.has_fixed_sizes  # then rows are all tokens, in order, and need no copy
+            flat = slice(None) if whole else rows.flatten()
             table = keys.table
             if segment.requests != every:
                 table = table[torch.tensor(segment.requests, device=table.device)]
@@ -247,8 +248,10 @@ class HierarchicalIndexer(nn.Module):
                 where = keys.per_page, num, self.indexer.top_k
                 top, pool = ops.packed_index_choice(*given, *where, blocks, size)
             else:
-                given = q[rows], weights[rows], keys.stored, table, visible[rows]
-                own = None if pools is None else pools[rows]
+                each = q, weights, visible, visible if pools is None else pools
+                parts = [x[:, None] if whole else x[rows] for x in each]
+                given = parts[0], parts[1], keys.stored, table, parts[2]
+                own = None if pools is None else parts[3]
                 scores = ops.packed_index_scores(*given, keys.per_page, num, own, size)
                 scores = scores.flatten(0, 1)
                 top = ops.select_top_k(scores, None, self.indexer.top_k)
@@ -256,7 +259,7 @@ class HierarchicalIndexer(nn.Module):
             if pools is not None:
                 entries = (pools[flat, :, None] * size + self._within(q)).flatten(1)
                 top = torch.where(top < 0, -1, entries.gather(1, top.clamp(min=0)))
-            self._count(len(flat) * (num if pools is None else pools.shape[1] * size), ctx)
+            self._count(rows.numel() * (num if pools is None else pools.shape[1] * size), ctx)
             width = min(top.shape[1], found.selected.shape[1])  # behind it are only -1
             found.selected[flat, :width] = top[:, :width]
             if blocks:
