@@ -9,8 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from openv41 import ops
 from openv41.engine import decode_graph
 from openv41.engine.decode_graph import DecodeSteps, why_not
+from openv41.engine.speculation import VerifyAll
 from openv41.layers import hierarchical_indexer
 from openv41.ops._dispatch import Op
+from tests.close import assert_close
+from tests.engine.drafts import Script, plain_answers, speculating, target
 from tests.engine.mini_engine import arm, engine_of, greedy
 from tests.layers.mini import mini_config, random_ids
 
@@ -101,6 +104,47 @@ def test_steps_wait_for_nothing_and_answer_alike(monkeypatch, no_waiting, numeri
     assert {requests for requests, _ in sizes} >= {1, 2, 4}, sizes
     assert len({pages for _, pages in sizes}) > 1, sizes
     assert [a.tokens for a in got] == [a.tokens for a in want]
+
+
+def test_steps_leave_what_prefixes_and_truncations_need():
+    """Known prompts are found again, windows kept; state goes on as if steps had been calls."""
+    model = arm(torch.float64, bitwise=False)
+    options = {"prefix_cache": True, "max_snapshots": 4, "tokens_per_step": 16}
+    engines = engine_of(model, **options), stepping(engine_of(model, **options))
+    prompts = [random_ids(n, seed=n) for n in (5, 17)]
+    for turn in range(3):
+        want, got = (e.generate([greedy(p, 7 + turn) for p in prompts]) for e in engines)
+        assert [a.tokens for a in got] == [a.tokens for a in want]
+        assert [a.cached_tokens for a in got] == [a.cached_tokens for a in want]
+        prompts = [[*p, *a.tokens] for p, a in zip(prompts, got, strict=True)]
+    for a, b in zip(*(e.drawn_from.values() for e in engines), strict=True):
+        assert_close("logits", torch.stack(b), torch.stack(a), rtol=1e-9, atol=1e-9)
+
+
+class EveryOther(VerifyAll):
+    """Drafts in every other step."""
+
+    drafts = True
+
+    def plan(self, requests):
+        self.drafts = not self.drafts
+        return self.drafts and super().plan(requests)
+
+
+def test_steps_stand_between_verified_drafts():
+    """Rejected drafts are taken back; drafters get the features of both kinds of steps."""
+    model = target()
+    requests = [greedy(random_ids(n, seed=n), 14) for n in (5, 17)]
+    want = [answer.tokens for answer in plain_answers(model, requests)]
+    known = [[*r.prompt, *tokens] for r, tokens in zip(requests, want, strict=True)]
+    written = []
+    for wrap in (lambda engine: engine, stepping):
+        script = Script(known, lambda _, position: position % 3)
+        engine = wrap(speculating(model, script, speculator=EveryOther()))
+        assert [answer.tokens for answer in engine.generate(requests)] == want
+        assert engine.stats().draft_steps > 2
+        written.append(engine.drafting.drafter.seen)
+    assert written[0] == written[1]
 
 
 def test_what_cannot_be_captured_says_why():
