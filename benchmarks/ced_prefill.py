@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from benchmarks.h200 import ceilings
-from benchmarks.record import record
+from benchmarks.record import commit_of, record
 from openv41 import CausalEncoderDecoder, init_weights, preset
 from openv41.engine.engine import Engine, EngineConfig
 from openv41.engine.paged_store import CacheConfig
@@ -26,6 +26,7 @@ from openv41.io.tokenizer import TextTokenizer
 from openv41.model.flops import prompt_flops
 from openv41.model.prefill import PrefillMode, find_cut, prompt_rows
 
+TOKENS_PER_STEP = {"cpu": 1024, "cuda": 2048}
 GOAL = {"cpu": {PrefillMode.BOUNDED: 1.75}, "cuda": {PrefillMode.BOUNDED: 1.80}}
 
 
@@ -46,10 +47,11 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--commit", default="", help="of a copy without its history")
     options = parser.parse_args()
     where, given = options.device, (options.tokens, options.rounds)
     name = "ced_prefill" if where == "cpu" else f"ced_prefill_{where}"
-    about = None if where == "cpu" else ceilings.about()
+    about = None if where == "cpu" else ceilings.about() | commit_of(options.commit)
     lines = record(name, measure(*given, where), about=about)
     for line in lines:
         sys.stderr.write(f"{line}\n")
@@ -63,6 +65,9 @@ def measure(tokens: int, rounds: int, device: str = "cpu") -> Iterator[dict[str,
     init_weights(model, seed=0)
     model.set_token_map(torch.arange(config.vocab_size) % config.engram.compressed_vocab_size)
     engines = {mode: engine_of(model, mode, tokens) for mode in PrefillMode}
+    if device != "cpu":
+        for engine in engines.values():
+            first_token(engine, [5] * (2 * engine.config.schedule.tokens_per_step))  # compiles
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(3, config.vocab_size, (tokens,), generator=generator).tolist()
     seconds: dict[PrefillMode, list[float]] = {mode: [] for mode in PrefillMode}
@@ -97,7 +102,7 @@ def engine_of(model: CausalEncoderDecoder, mode: PrefillMode, tokens: int) -> En
     """An engine without prefix reuse."""
     config = EngineConfig(
         cache=CacheConfig(num_pages=tokens // 64 + 2, max_requests=1),
-        schedule=ScheduleConfig(tokens_per_step=1024),
+        schedule=ScheduleConfig(tokens_per_step=TOKENS_PER_STEP[model.norm.weight.device.type]),
         prefill=mode,
         prefix_cache=False,
     )

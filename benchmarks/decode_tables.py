@@ -8,12 +8,11 @@ Table = list[tuple[str, ...]]
 NOT_MEASURED = [("",), ("not measured yet",)]
 
 
-def _lines(name: str, part: str | None = None) -> list[dict[str, object]]:
+def _lines(name: str) -> list[dict[str, object]]:
     path = RESULTS / f"{name}.jsonl"
     if not path.exists():
         return []
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    return [line for line in found if part is None or line["part"] == part]
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _number(value: object, digits: int = 1) -> str:
@@ -26,7 +25,7 @@ def _met(line: dict[str, object]) -> str:
 
 def speed() -> Table:
     """Tokens per second of the engine without and with graphs."""
-    lines = _lines("decode_graphs", "speed")
+    lines = _lines("decode_graphs_speed")
     rows = [("requests", "call by call, tokens/s", "graphs, tokens/s", "times as fast")]
     for load in sorted({int(str(line["requests"])) for line in lines}):
         calls, graphs = (
@@ -40,7 +39,7 @@ def speed() -> Table:
 
 def layers(part: str = "layers") -> Table:
     """Kernels and microseconds of each kind of layer."""
-    lines = _lines("decode_graphs", part)
+    lines = _lines(f"decode_graphs_{part}")
     rows = [("requests", "context", "layer", "kernels", "us", "floor", "step, us", "to first", "")]
     for x in lines:
         ratio = "" if "ratio" not in x else _number(x["ratio"], 3)
@@ -57,7 +56,7 @@ def contexts() -> Table:
 
 def engram() -> Table:
     """A step and a prompt with the tables on the GPU and in host memory."""
-    lines = _lines("decode_graphs", "engram")
+    lines = _lines("decode_graphs_engram")
     rows = [("requests", "tables", "step, us", "to resident", "prompt, ms", "to resident")]
     for x in lines:
         step = _number(x["step_us"]), _number(x["step_ratio"], 3)

@@ -35,6 +35,11 @@ def machine() -> dict[str, object]:
     }
 
 
+def commit_of(named: str = "") -> dict[str, object]:
+    """The version of torch and the commit, that named or this repository's."""
+    return {"torch": torch.__version__, "commit": named or machine()["commit"]}
+
+
 def record(
     name: str,
     lines: Iterable[dict[str, object]],
