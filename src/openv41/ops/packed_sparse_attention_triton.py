@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from openv41.ops import packed_sparse_attention_cuda as cuda
 from openv41.ops import packed_sparse_attention_hopper_triton as hopper
 from openv41.ops._dispatch import kernel
 from openv41.ops.listed_rows_triton import LOG2E, NONE, fits_hopper, join_sink, read_list
@@ -134,9 +135,11 @@ def packed_sparse_attention(
     deterministic: bool = False,
 ) -> Tensor:
     """Read each listed row once, packed."""
+    given = q, window, window_rows, main, main_rows, sink, scale
+    if fits_hopper(q) and not cuda.refuse(given, deterministic=deterministic):
+        return cuda.attend(given, deterministic=deterministic)
     listed = window_rows.shape[1] + main_rows.shape[1]
-    tiling = tiling_of(q, listed, deterministic=deterministic)
-    return attend(q, window, window_rows, main, main_rows, sink, scale, tiling)
+    return attend(*given, tiling_of(q, listed, deterministic=deterministic))
 
 
 def attend(q, window, window_rows, main, main_rows, sink, scale, tiling: Tiling) -> Tensor:
