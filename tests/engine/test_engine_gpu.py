@@ -7,8 +7,11 @@ import torch
 
 from openv41 import CausalEncoderDecoder, init_weights, preset
 from openv41.config import NUMERICS
-from openv41.engine.request import FinishReason
+from openv41.engine.request import FinishReason, Request
+from openv41.engine.sampler import SamplingConfig
+from openv41.engine.speculation import DraftChoice, SpeculationConfig
 from openv41.model.prefill import PrefillMode
+from tests.engine.drafts import plain_answers, target
 from tests.engine.mini_engine import LENGTHS, arm, engine_of, greedy, plain_logits
 from tests.layers.mini import random_ids
 
@@ -82,3 +85,25 @@ def test_graphs_answer_as_calls_do(numerics, prefix_cache):
     assert graphs.decode.replays > 64
     graphs.prefixes.clear()
     assert graphs.store.allocator.free == graphs.store.cache.num_pages
+
+
+@pytest.mark.parametrize("drafts", DraftChoice)
+def test_drafts_change_nothing(drafts):
+    """The model's own drafter; sampled drafts change what is drawn at a temperature."""
+    model = target(torch.float64)
+    model.to("cuda")
+    prompts = [random_ids(length, seed=length) for length in LENGTHS]
+    requests = [greedy(p, 8) for p in prompts]
+    hot = SamplingConfig(temperature=1.3, seed=5)
+    requests += [
+        Request(prompt=tuple(p), max_tokens=8, sampling=hot, ignore_eos=True) for p in prompts
+    ]
+    want = plain_answers(model, requests)
+    engine = engine_of(model, speculation=SpeculationConfig(drafts=drafts))
+    found = engine.generate(requests)
+    assert engine.drafting.is_on
+    assert engine.stats().draft_rounds > len(requests)
+    same = len(requests) if drafts is DraftChoice.GREEDY else len(prompts)
+    for mine, other in zip(found[:same], want, strict=False):
+        assert mine.tokens == other.tokens
+    assert all(len(answer.tokens) == 8 for answer in found)
