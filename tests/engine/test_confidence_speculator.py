@@ -66,10 +66,17 @@ def test_cheap_rows_are_all_used():
 
 
 def test_what_does_not_pay_is_not_drafted_but_for_a_probe():
-    play = Play(ConfidenceSpeculator(DEAR, num_drafts=DRAFTS))
+    play = Play(ConfidenceSpeculator(table(0.1, 0.05), num_drafts=DRAFTS))
     for _ in range(10 + sum(PROBES[0] << n for n in range(4))):
-        play.step(list(range(8)), 0.3)
-    assert 4 <= play.drafted <= 8, "a few steps to learn, then a trial now and then"
+        play.step(list(range(8)), 0.05)
+    assert 4 <= play.drafted <= 12, "a few steps to learn, then a trial now and then"
+
+
+def test_what_could_not_pay_is_never_tried():
+    play = Play(ConfidenceSpeculator(DEAR, num_drafts=DRAFTS))
+    for _ in range(2 * PROBES[0]):
+        play.step(list(range(8)), 1.0)
+    assert not play.drafted
 
 
 def test_new_requests_do_not_start_drafting_again():
@@ -101,6 +108,17 @@ def test_a_probe_finds_that_acceptance_has_changed():
     for _ in range(PROBES[1] + 300):
         play.step([1, 2], 0.95)
     assert play.drafted > drafted + 200
+
+
+def test_trials_cost_little_however_dear_a_draft_is():
+    """As where steps without drafts alone are replayed from a graph."""
+    for dear, trials in ((2.0, True), (20.0, False)):
+        costs = CostTable(requests=(1,), plain=(1.0,), verify=((dear,) * (DRAFTS + 1),))
+        play, seconds, steps = Play(ConfidenceSpeculator(costs, num_drafts=DRAFTS)), 0.0, 3000
+        for _ in range(steps):
+            seconds += dear if play.step([1], 0.02) else 1.0
+        assert (play.drafted > 5) is trials, play.drafted
+        assert seconds < 1.03 * steps, "the first steps, then 2% of trials at most"
 
 
 def test_confidences_that_promise_too_much_are_not_trusted_for_long():

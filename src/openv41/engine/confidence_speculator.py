@@ -19,6 +19,7 @@ from openv41.engine.verification_scheduler import (
 
 MIN_GAIN = 1.02  # expected speed-up that drafting must have: less is lost in what no table knows
 PROBES = (64, 512)  # steps without drafting until it is tried again: at first, and at most
+PROBE_COST = 0.02  # share of the time since the last one that a trial may cost
 PROBE_DRAFTS = 4  # that a trial verifies, which costs little where rows are dear
 MEMORY = 0.98  # share of what is known of all requests that a drafting step leaves
 PROBE_MEMORY = 0.5  # likewise, of a trial: what was known is old
@@ -70,7 +71,7 @@ class ConfidenceSpeculator:
         self.budget = self._costs.fill(len(requests), best_budget(past, seconds))
         likely = self._history.rows(requests, self._sum / self._rows) * self.reliability
         pays = float(rates(likely, seconds).max()) * plain >= MIN_GAIN * len(requests)
-        self._is_trial = not pays and self._undrafted >= self._patience
+        self._is_trial = not pays and self._is_due(len(requests), plain, seconds)
         if pays:
             self._undrafted, self._patience = 0, PROBES[0]
         elif self._is_trial:
@@ -122,6 +123,15 @@ class ConfidenceSpeculator:
     def reliability(self) -> float:
         """Accepted drafts over expected ones of late, at most 1."""
         return min(1.0, (self._accepted + TRUST) / (self._expected + TRUST))
+
+    def _is_due(self, requests: int, plain: float, seconds: Float[np.ndarray, " sizes"]) -> bool:
+        """Whether to try again: not where it could not pay if every draft were accepted."""
+        if self._undrafted < self._patience:
+            return False
+        best = ((requests + np.arange(len(seconds))) / seconds).max()
+        extra = float(seconds[min(requests, PROBE_DRAFTS)]) - plain
+        could_pay = best * plain >= MIN_GAIN * requests
+        return bool(could_pay) and extra <= PROBE_COST * self._undrafted * plain
 
     def _seconds(self, requests: int) -> tuple[float, Float[np.ndarray, " sizes"]]:
         """Of a step without drafting, and of one that verifies 0, 1, ... drafts."""

@@ -14,9 +14,13 @@ from openv41.engine.dspark_files import (
     load_profile,
 )
 from openv41.engine.engine import Engine
+from openv41.engine.profile import ForcedVerification
 from openv41.errors import InputError
 
 logger = logging.getLogger(__name__)
+
+ALL = "every draft is verified, which under load can be slower than none"
+NOTHING = "nothing is drafted, as steps that verify drafts are not replayed from CUDA graphs"
 
 
 def schedule_verification(
@@ -29,7 +33,8 @@ def schedule_verification(
     """Give an engine the speculator that its files allow, and log which.
 
     Files that are named must be of this machine and these weights (InputError); those beside the
-    checkpoint are used only if they are. Without a profile the engine verifies every draft.
+    checkpoint are used only if they are. Without a profile the engine verifies every draft, but
+    where steps without drafts are replayed from CUDA graphs it drafts nothing.
     """
     if engine.drafting is None:
         if profile is not None or calibration is not None:
@@ -39,9 +44,12 @@ def schedule_verification(
             )
         return
     here = Surroundings.of(engine.model)
-    costs = _profile(profile, checkpoint / PROFILE_FILE, here)
+    has_graphs = engine.decode is not None
+    costs = _profile(profile, checkpoint / PROFILE_FILE, here, NOTHING if has_graphs else ALL)
     found = _calibration(calibration, checkpoint / CALIBRATION_FILE, here)
     if costs is None:
+        if has_graphs:
+            engine.drafting.speculator = ForcedVerification()
         return
     size = engine.drafting.drafter.block_size
     for name, drafts in (
@@ -55,16 +63,17 @@ def schedule_verification(
     )
 
 
-def _profile(named: Path | None, beside: Path, here: Surroundings) -> CostTable | None:
+def _profile(
+    named: Path | None, beside: Path, here: Surroundings, without: str
+) -> CostTable | None:
     if named is not None:
         return load_profile(named, here)
-    costly = "every draft is verified, which under load can be slower than none"
     try:
         if beside.exists():
             return load_profile(beside, here)
-        logger.info("%s; 'openv41 dspark profile' measures what it costs here", costly)
+        logger.info("%s; 'openv41 dspark profile' measures what it costs here", without)
     except InputError as error:
-        logger.warning("%s: %s", costly, error)
+        logger.warning("%s: %s", without, error)
     return None
 
 
