@@ -23,7 +23,9 @@ TRIED = {
         "executes about 1,350 instructions per 16 tokens by 32 numbers, 170 us at full rate. No "
         "difference: two stages for three, streaming stores, prefetches of L2, the squares by "
         "products or by sums. Slower: rows by bulk copies and operands by ldmatrix 418, half of "
-        "the weights in shared memory 368 (339 with the next tile fetched before the products). "
+        "the weights in shared memory 368 (339 with the next tile fetched before the products), "
+        "the next tile's copies issued before the products 400, which is the row's figure; it was "
+        "taken back since. "
         "Next: wgmma on 64 tokens, a third of the products' time, with the weights in shared "
         "memory."
     ),
