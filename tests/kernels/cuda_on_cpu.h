@@ -1,12 +1,11 @@
 // CUDA C++ on a CPU, for tests: a thread per CUDA thread; those of a warp meet at barriers.
 #pragma once
 
+#include <atomic>
 #include <barrier>
-#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <mutex>
 #include <thread>
 #include <type_traits>
 #include <vector>
@@ -19,13 +18,11 @@
 #define __grid_constant__
 using cudaStream_t = void *;
 using cudaError_t = int;
-struct uint2 { uint32_t x, y; };
 struct uint4 { uint32_t x, y, z, w; };
 struct float4 { float x, y, z, w; };
 struct float2 { float x, y; };
 struct dim3 { unsigned x = 1, y = 1, z = 1; };
 inline uint4 make_uint4(uint32_t a, uint32_t b, uint32_t c, uint32_t d) { return {a, b, c, d}; }
-inline uint2 make_uint2(uint32_t a, uint32_t b) { return {a, b}; }
 inline float2 make_float2(float a, float b) { return {a, b}; }
 inline thread_local dim3 threadIdx, blockIdx; inline dim3 gridDim;
 template <class T> T __ldg(const T *p) { return *p; }
@@ -39,6 +36,7 @@ struct Block {
 inline thread_local Block *block; alignas(16) inline char emulated_memory[1 << 20];
 inline thread_local dim3 blockDim;
 inline float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
+inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline void __syncthreads() { block->all.arrive_and_wait(); }
 inline void warp_sync() { block->warps[threadIdx.x / 32]->arrive_and_wait(); }
@@ -88,43 +86,38 @@ template <class F> void run_blocks(unsigned threads, F run) {
     }
 }
 
-// A cluster: its blocks run at once. Copies are there at once.
+// A cluster: its blocks run at once. Copies are there at once; a barrier counts bytes.
 constexpr int kClusterBlocks = 16;
 struct Cluster {
   explicit Cluster(unsigned threads) : all(threads * kClusterBlocks) {}
   std::barrier<> all; char *memories[kClusterBlocks];
 };
 inline thread_local Cluster *cluster; inline thread_local int block_in_cluster;
-struct Phase { int32_t bytes; uint16_t pending, done; };  // a barrier: bytes that it still awaits
-inline std::mutex phases;
-inline void count(uint64_t *barrier, int bytes, int arrivals) {
-  std::lock_guard<std::mutex> lock(phases);
-  auto *phase = reinterpret_cast<Phase *>(barrier);
-  phase->bytes += bytes, phase->pending -= arrivals;
-  if (phase->bytes == 0 && phase->pending == 0) phase->pending = 1, ++phase->done;
-}
-inline void set_up(uint64_t *barrier) { *reinterpret_cast<Phase *>(barrier) = {0, 1, 0}; }
-inline void expect(uint64_t *barrier, uint32_t bytes) { count(barrier, bytes, 1); }
-inline void wait_for(uint64_t *barrier, uint32_t parity) {
-  for (;; std::this_thread::sleep_for(std::chrono::microseconds(200))) {
-    std::lock_guard<std::mutex> lock(phases);
-    if (reinterpret_cast<Phase *>(barrier)->done % 2 != parity) return;
-  }
-}
+struct Received { std::atomic<uint32_t> bytes, expected; };
+inline uint32_t phase_bytes;
 inline void copy_async(void *to, const void *from, bool inside) {
   if (inside) memcpy(to, from, 16); else memset(to, 0, 16);
 }
 inline void commit_copies() {}
 template <int kLeft> void wait_for_copies() {}
-inline float reciprocal(float x) { return 1 / x; }
-#define __expf std::exp
 inline uint32_t cluster_rank() { return block_in_cluster; }
 inline void cluster_arrive() { cluster->all.arrive_and_wait(); }
 inline void cluster_wait() {}
+inline void set_up(uint64_t *barrier) { *barrier = 0; }
+inline void expect(uint64_t *barrier, uint32_t bytes) {
+  phase_bytes = bytes; reinterpret_cast<Received *>(barrier)->expected += 1;
+}
+inline void wait_for(uint64_t *barrier, uint32_t parity) {
+  auto *found = reinterpret_cast<Received *>(barrier);
+  auto phase = [&] {
+    uint32_t arrived = found->expected; return arrived ? std::min(arrived, found->bytes / phase_bytes) : 0;
+  };
+  while (phase() % 2 == parity) std::this_thread::yield();
+}
 inline void send_to(uint32_t rank, float *place, uint64_t *barrier, float value) {
   char *own = cluster->memories[block_in_cluster], *other = cluster->memories[rank];
   *reinterpret_cast<float *>(other + (reinterpret_cast<char *>(place) - own)) = value;
-  count(reinterpret_cast<uint64_t *>(other + (reinterpret_cast<char *>(barrier) - own)), -4, 0);
+  reinterpret_cast<Received *>(other + (reinterpret_cast<char *>(barrier) - own))->bytes += 4;
 }
 
 // A cluster after the other; shared memory holds NaN.

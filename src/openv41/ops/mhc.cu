@@ -1,27 +1,27 @@
 // The streams between two blocks, in one launch. Report §2.4.1, Eq. (6).
 //
 // For N = 4 streams of bf16. The 16 thread blocks of a cluster own a sixteenth of D each, and go
-// through tiles of 16 tokens together; clusters share the tiles. A warp owns 32 numbers of the
-// rows: lane 4 g + q holds numbers 8 q to 8 q + 7 of rows g and g + 8, which is what the tensor core's
-// operand wants if the numbers are taken in that order, and 16 bytes of memory. A warp's weights
-// stay in its registers, as two bf16 each, which leaves out less than 2^-17 of a weight. A lane
-// copies the next tiles to shared memory itself, and nobody else reads them.
+// through tiles of 16 tokens together; clusters share the tiles. A warp owns 32 numbers of the rows:
+// lane 4 g + q holds numbers 8 q to 8 q + 7 of rows g and g + 8, which is what the tensor core's
+// operand wants if the numbers are taken in that order, and 16 bytes of memory. A warp's weights stay
+// in its registers, as two bf16 each, which leaves out less than 2^-17 of a weight. A lane copies the
+// next tiles to shared memory itself, and nobody else reads them.
 //
 // The sums of a tile go to the block that computes its token's coefficients, and the squares of the
-// collapsed rows to all. They are waited for when the next tile has been advanced: the collapsed
-// rows are kept until then. All sums have a fixed order.
+// collapsed rows to all. They are waited for while the next tile is advanced: the collapsed rows are
+// kept until then. All sums have a fixed order.
 
 #include "mhc_cluster.cuh"
 #include "mhc_pairs.cuh"
 
 namespace {
 
-constexpr int kRanks = 16, kTile = 16;  // a block computes one token's coefficients per tile
+constexpr int kRanks = 16, kTile = 16;      // a block computes one token's coefficients per tile
 constexpr int kMostWarps = 10, kMostStages = 3;  // tiles under way
 constexpr int kGivens = 8;                       // at least kMostStages + 2
-constexpr int kRowParts = 6;                     // float4 of a token: a, c and the rows of b
-constexpr int kKept = 64;                        // tokens whose coefficients are computed at once
-constexpr int kSums = kMixes + 1;                // of a token: the mixes, the streams' square
+constexpr int kRowParts = 6;                 // float4 of a token: a, c and the rows of b
+constexpr int kKept = 64;                    // tokens whose coefficients are computed at once
+constexpr int kSums = kMixes + 1;            // of a token: the mixes, the streams' square
 constexpr int kBytes = kRanks * (kSums + kTile) * 4;  // that a block is sent per tile
 
 struct Args {
@@ -58,8 +58,7 @@ struct Own {  // what is this lane's
 
 // The first token of the i-th tile of this cluster.
 __device__ __forceinline__ int start_of(int i) {
-  const int clusters = static_cast<int>(gridDim.x) / kRanks;
-  return (static_cast<int>(blockIdx.x) / kRanks + i * clusters) * kTile;
+  return (static_cast<int>(blockIdx.x) / kRanks + i * (static_cast<int>(gridDim.x) / kRanks)) * kTile;
 }
 
 // Two bf16 of each of eight numbers.
@@ -103,31 +102,25 @@ __device__ __forceinline__ void fetch_given(const Args &args, Memory &memory, in
   }
 }
 
-struct Source {  // the lane's numbers of row g of the next tile to be copied
-  const uint16_t *x, *y;
-};
-
 // One group of copies: the rows of a tile and the coefficients of the next.
 template <bool kHasY>
-__device__ __forceinline__ void fetch(const Args &args, Memory &memory, Stage &stage,
-                                      const Own &own, int i, Source &next) {
-  const int left = args.tokens - start_of(i);
-  if (left > 0) {
+__device__ __forceinline__ void fetch(const Args &args, Memory &memory, Stage &stage, const Own &own,
+                                      int i) {
+  const int start = start_of(i);
+  if (start < args.tokens) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const bool inside = own.g + 8 * r < left;
-      const uint16_t *from = inside ? next.x + 8 * r * args.x_token : args.x;
+      const int token = start + own.g + 8 * r;
+      const bool inside = token < args.tokens;
+      const long long row = inside ? token : 0;
+      const uint16_t *from = args.x + (row * args.x_token + own.d);
       uint4(*to)[32] = stage.rows[own.warp][r];
 #pragma unroll
       for (int n = 0; n < kStreams; ++n, from += args.x_stream)
         copy_async(&to[n][own.lane], from, inside);
-      if (kHasY) {
-        from = inside ? next.y + 8 * r * args.y_token : args.y;
-        copy_async(&to[kStreams][own.lane], from, inside);
-      }
+      if (kHasY)
+        copy_async(&to[kStreams][own.lane], args.y + (row * args.y_token + own.d), inside);
     }
-    const long long rows = static_cast<int>(gridDim.x) / kRanks * kTile;
-    next.x += rows * args.x_token, next.y += rows * args.y_token;
     fetch_given<kHasY>(args, memory, i + 1);
   }
   commit_copies();
@@ -195,36 +188,31 @@ struct Sums {  // of a warp's numbers of a tile
 };
 
 // A tile's rows: the new streams go to memory, the collapsed rows are kept, the rest is sums.
-// Its stage is free for the ``ahead``th tile after it before the products, which take long.
 template <bool kHasY>
-__device__ __forceinline__ void advance_tile(const Args &args, Memory &memory, Stage &stage,
-                                             const Own &own, int i, int ahead, Source &next,
-                                             const uint4 (&large)[kStreams][3],
+__device__ __forceinline__ void advance_tile(const Args &args, Memory &memory, const Stage &stage,
+                                             const Own &own, int i, const uint4 (&large)[kStreams][3],
                                              const uint4 (&small)[kStreams][3], Sums &sums) {
   uint4 x[kStreams], x_8[kStreams] = {};
   advance_row<kHasY>(args, memory, stage, own, i, 0, x, sums.h_square[0]);
   if (start_of(i) + 8 < args.tokens)
     advance_row<kHasY>(args, memory, stage, own, i, 1, x_8, sums.h_square[1]);
-  fetch<kHasY>(args, memory, stage, own, i + ahead, next);
 #pragma unroll
   for (int m = 0; m < kStreams; ++m) {
     const uint4 &up = x[m], &down = x_8[m];
     multiply(sums.upper, up.x, down.x, up.y, down.y, up.x, up.y);
-#pragma unroll
-    for (int n = 0; n < 3; ++n)
-      multiply(sums.mixes[n], up.x, down.x, up.y, down.y, small[m][n].x, small[m][n].y);
     multiply(sums.lower, up.x, down.x, up.y, down.y, down.x, down.y);
 #pragma unroll
-    for (int n = 0; n < 3; ++n)
+    for (int n = 0; n < 3; ++n) {
+      multiply(sums.mixes[n], up.x, down.x, up.y, down.y, small[m][n].x, small[m][n].y);
       multiply(sums.mixes[n], up.x, down.x, up.y, down.y, large[m][n].x, large[m][n].y);
+    }
     multiply(sums.upper, up.z, down.z, up.w, down.w, up.z, up.w);
-#pragma unroll
-    for (int n = 0; n < 3; ++n)
-      multiply(sums.mixes[n], up.z, down.z, up.w, down.w, small[m][n].z, small[m][n].w);
     multiply(sums.lower, up.z, down.z, up.w, down.w, down.z, down.w);
 #pragma unroll
-    for (int n = 0; n < 3; ++n)
+    for (int n = 0; n < 3; ++n) {
+      multiply(sums.mixes[n], up.z, down.z, up.w, down.w, small[m][n].z, small[m][n].w);
       multiply(sums.mixes[n], up.z, down.z, up.w, down.w, large[m][n].z, large[m][n].w);
+    }
   }
 }
 
@@ -248,11 +236,13 @@ __device__ __forceinline__ void leave(Memory &memory, const Own &own, Sums &sums
   }
 }
 
-// The sum of what warps left, in their order; those that are not there have left zeros.
+// The sum of what the block's warps left, in their order.
 __device__ __forceinline__ float sum_of_warps(const float *from, int step) {
+  const int warps = blockDim.x / 32;
   float total = 0;
 #pragma unroll
-  for (int w = 0; w < kMostWarps; ++w) total += from[w * step];
+  for (int w = 0; w < kMostWarps; ++w)
+    if (w < warps) total += from[w * step];
   return total;
 }
 
@@ -260,20 +250,18 @@ __device__ __forceinline__ float sum_of_warps(const float *from, int step) {
 __device__ __forceinline__ void send(Memory &memory, const Own &own, int i) {
   uint64_t *barrier = &memory.barriers[i % 2];
   if (threadIdx.x == 0) expect(barrier, kBytes);
-  const int warps = blockDim.x / 32;
 #pragma unroll 1
-  for (int row = own.warp; row < kTile; row += warps) {
-    const bool is_mix = own.lane < kMixes;
-    const float *from = memory.squares[0][0] + row;
-    if (is_mix) from = memory.parts[0] + row * kMixes + own.lane;
-    const float total = sum_of_warps(from, is_mix ? kTile * kMixes : kTile);
-    if (own.lane < kSums) send_to(row, &memory.inbox[i % 2][own.rank][own.lane], barrier, total);
+  for (int k = threadIdx.x; k < kTile * kSums; k += blockDim.x) {
+    const bool is_mix = k < kTile * kMixes;
+    const int row = is_mix ? k / kMixes : k - kTile * kMixes, column = is_mix ? k % kMixes : kMixes;
+    const float *from = is_mix ? memory.parts[0] + k : memory.squares[0][0] + row;
+    send_to(row, &memory.inbox[i % 2][own.rank][column], barrier,
+            sum_of_warps(from, is_mix ? kTile * kMixes : kTile));
   }
-  const int row = own.lane % kTile;
 #pragma unroll 1
-  for (int to = 2 * own.warp; to < kRanks; to += 2 * warps)
-    send_to(to + own.lane / kTile, &memory.h_squares[i % 2][row][own.rank], barrier,
-            sum_of_warps(memory.squares[1][0] + row, kTile));
+  for (int k = threadIdx.x; k < kTile * kRanks; k += blockDim.x)
+    send_to(k / kTile, &memory.h_squares[i % 2][k % kTile][own.rank], barrier,
+            sum_of_warps(memory.squares[1][0] + k % kTile, kTile));
 }
 
 __device__ __forceinline__ void normalise(const Args &args, const Memory &memory, const Own &own,
@@ -317,7 +305,7 @@ __device__ __forceinline__ void keep(const Args &args, Memory &memory, const Own
         own.lane == 0 ? inverse : rsqrtf(fmaf(h_square, args.over_dim, args.norm_eps));
 }
 
-__device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.0f + __expf(-x)); }
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + expf(-x)); }
 
 // One half step of balancing diag(u) M diag(v): the own factors, whose inverses are ``divisors``.
 template <int kAcross, int kAlong>
@@ -329,61 +317,41 @@ __device__ __forceinline__ void balance(const float (&m)[16], const float (&othe
     const float first = fmaf(at[0], others[0], at[kAlong] * others[1]);
     const float second = fmaf(at[2 * kAlong], others[2], at[3 * kAlong] * others[3]);
     divisors[i] = fmaf(eps, divisors[i], first + second);
-    factors[i] = reciprocal(divisors[i]);
+    factors[i] = __fdividef(1.0f, divisors[i]);
   }
 }
 
-// A and C of one token, by one thread.
-__device__ __forceinline__ void next_ac(const Args &args, const Memory &memory, const float *mixes,
-                                        long long token) {
-  float next[8];
+// The coefficients of one token, by one thread.
+__device__ __forceinline__ void coefficients(const Args &args, const Memory &memory,
+                                             const float *mixes, long long token) {
+  float next[8], m[16];
 #pragma unroll
   for (int k = 0; k < 8; ++k) next[k] = sigmoid(mixes[k] * memory.scale[k / 4] + memory.base[k]);
   float4 *to = reinterpret_cast<float4 *>(args.next_a) + token;
   *to = make_float4(next[0] + args.eps, next[1] + args.eps, next[2] + args.eps, next[3] + args.eps);
   to = reinterpret_cast<float4 *>(args.next_c) + token;
   *to = make_float4(2 * next[4], 2 * next[5], 2 * next[6], 2 * next[7]);
-}
-
-// B of one token, by one thread.
-__device__ __forceinline__ void next_b(const Args &args, const Memory &memory, const float *mixes,
-                                       long long token) {
-  float m[16];
 #pragma unroll
   for (int k = 0; k < 16; ++k) m[k] = mixes[8 + k] * memory.scale[2] + memory.base[8 + k];
 #pragma unroll
   for (int i = 0; i < 16; i += 4) {
     const float top = fmaxf(fmaxf(m[i], m[i + 1]), fmaxf(m[i + 2], m[i + 3]));
-    for (int j = i; j < i + 4; ++j) m[j] = __expf(m[j] - top);
-    const float inverse = reciprocal((m[i] + m[i + 1]) + (m[i + 2] + m[i + 3]));
+    for (int j = i; j < i + 4; ++j) m[j] = expf(m[j] - top);
+    const float inverse = __fdividef(1.0f, (m[i] + m[i + 1]) + (m[i + 2] + m[i + 3]));
     for (int j = i; j < i + 4; ++j) m[j] = fmaf(m[j], inverse, args.eps);
   }
-  float u[4] = {1, 1, 1, 1}, v[4] = {1, 1, 1, 1};
-  float over_u[4] = {1, 1, 1, 1}, over_v[4] = {1, 1, 1, 1};
+  float u[4] = {1, 1, 1, 1}, v[4] = {1, 1, 1, 1}, over_u[4] = {1, 1, 1, 1}, over_v[4] = {1, 1, 1, 1};
   balance<1, 4>(m, u, v, over_v, args.eps);
 #pragma unroll 1
   for (int step = 1; step < args.steps; ++step) {
     balance<4, 1>(m, v, u, over_u, args.eps);
     balance<1, 4>(m, u, v, over_v, args.eps);
   }
-  float4 *to = reinterpret_cast<float4 *>(args.next_b) + token * 4;
+  to = reinterpret_cast<float4 *>(args.next_b) + token * 4;
 #pragma unroll
   for (int j = 0; j < 4; ++j)
     to[j] = make_float4(m[j] * u[0] * v[j], m[4 + j] * u[1] * v[j], m[8 + j] * u[2] * v[j],
                         m[12 + j] * u[3] * v[j]);
-}
-
-// The coefficients of the tokens kept, the first of tile ``from``; a thread each for both parts.
-__device__ __forceinline__ void coefficients(const Args &args, const Memory &memory,
-                                             const Own &own, int from, int kept) {
-#pragma unroll 1
-  for (int j = threadIdx.x; j < 2 * kKept; j += blockDim.x) {
-    const int k = j % kKept;
-    const long long token = start_of(from + k) + own.rank;
-    if (k >= kept || token >= args.tokens) continue;
-    if (j < kKept) next_b(args, memory, memory.kept[k], token);
-    else next_ac(args, memory, memory.kept[k], token);
-  }
 }
 
 template <bool kHasY, int kStages>
@@ -393,26 +361,19 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) boundary(const __grid_cons
   Stage *stages = reinterpret_cast<Stage *>(&memory + 1);
   if (threadIdx.x < 2) set_up(&memory.barriers[threadIdx.x]);
   cluster_arrive();
-  const int warps = blockDim.x / 32;
   Own own;
   own.warp = threadIdx.x / 32, own.lane = threadIdx.x % 32;
   own.g = own.lane / 4, own.q = own.lane % 4, own.rank = cluster_rank();
   const int first = own.rank * static_cast<int>(blockDim.x);
   own.d = first + own.warp * 32 + own.q * 8;
-  const long long begin = start_of(0) + own.g;
-  Source next = {args.x + (begin * args.x_token + own.d), args.y + (begin * args.y_token + own.d)};
   fetch_given<kHasY>(args, memory, 0);
 #pragma unroll 1
-  for (int i = 0; i < kStages; ++i) fetch<kHasY>(args, memory, stages[i], own, i, next);
+  for (int i = 0; i < kStages; ++i) fetch<kHasY>(args, memory, stages[i], own, i);
   uint4 large[kStreams][3], small[kStreams][3];
   read_weights(args, own, large, small);
   memory.norm[threadIdx.x] = weight_of(args.norm, args.norm_is_bf16, first + threadIdx.x);
   if (threadIdx.x < kMixes) memory.base[threadIdx.x] = args.base[threadIdx.x];
   if (threadIdx.x < 3) memory.scale[threadIdx.x] = args.scale[threadIdx.x];
-  for (int k = threadIdx.x; k < 2 * kMostWarps * kTile; k += blockDim.x)
-    (&memory.squares[0][0][0])[k] = 0;
-  for (int k = threadIdx.x; k < (kMostWarps - warps) * kTile * kMixes; k += blockDim.x)
-    memory.parts[warps][k] = 0;
   wait_for_copies<kStages - 1>();
   __syncthreads();
   int kept = 0, kept_from = 0, stage = 0;
@@ -422,14 +383,15 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) boundary(const __grid_cons
     Sums sums = {};
     if (more) {
       wait_for_copies<kStages - 1>();
-      advance_tile<kHasY>(args, memory, stages[stage], own, i, kStages, next, large, small, sums);
+      advance_tile<kHasY>(args, memory, stages[stage], own, i, large, small, sums);
+      fetch<kHasY>(args, memory, stages[stage], own, i + kStages);
       stage = stage + 1 < kStages ? stage + 1 : 0;
     }
     if (i == 0) cluster_wait();
     else wait_for(&memory.barriers[(i - 1) % 2], (i - 1) / 2 % 2);
     if (more) leave(memory, own, sums);
     if (i > 0) {
-      if (own.warp == (i - 1) % warps)
+      if (own.warp == (i - 1) % (static_cast<int>(blockDim.x) / 32))
         keep(args, memory, own, i - 1, kept);
       normalise(args, memory, own, i - 1, 0);
       if (start_of(i - 1) + 8 < args.tokens) normalise(args, memory, own, i - 1, 1);
@@ -438,7 +400,10 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) boundary(const __grid_cons
     __syncthreads();
     if (more) send(memory, own, i);
     if (kept == kKept || !more) {
-      coefficients(args, memory, own, kept_from, kept);
+      for (int k = threadIdx.x; k < kept; k += blockDim.x) {
+        const long long token = start_of(kept_from + k) + own.rank;
+        if (token < args.tokens) coefficients(args, memory, memory.kept[k], token);
+      }
       kept_from += kept, kept = 0;
     }
     if (!more) break;
@@ -485,8 +450,7 @@ extern "C" int openv41_mega_mhc_clusters(int dim) {
   cudaLaunchAttribute attribute;
   const cudaLaunchConfig_t config = configure<true, kMostStages>(dim, &attribute);
   int clusters = 0;
-  const auto kernel = boundary<true, kMostStages>;
-  const auto error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+  const auto error = cudaOccupancyMaxActiveClusters(&clusters, boundary<true, kMostStages>, &config);
   return error == cudaSuccess ? clusters : 0;
 }
 

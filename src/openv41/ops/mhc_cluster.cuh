@@ -27,12 +27,6 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-__device__ __forceinline__ float reciprocal(float x) {
-  float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
-  return inverse;
-}
-
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -80,8 +74,9 @@ __device__ __forceinline__ void send_to(uint32_t rank, float *place, uint64_t *b
   asm("mapa.shared::cluster.u32 %0, %1, %2;"
       : "=r"(at_barrier)
       : "r"(address_of(barrier)), "r"(rank));
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];"
-               ::"r"(there), "f"(value), "r"(at_barrier)
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
+                   there),
+               "f"(value), "r"(at_barrier)
                : "memory");
 }
 
