@@ -66,10 +66,10 @@ def test_graphs_answer_as_calls_do(numerics, prefix_cache):
     requests = [greedy(prompts[n], answer) for n, answer in lengths.items()]
     sizes = {"max_requests": 4, "page_size": 16}
     options = {"tokens_per_step": 23, "prefix_cache": prefix_cache, "cache": sizes}
-    graphs = engine_of(model, **options)
-    calls = engine_of(model, **options)
+    graphs = engine_of(model, cuda_graphs=True, **options)
+    calls = engine_of(model, cuda_graphs=True, **options)
     calls.decode.captures = False
-    before = engine_of(model, cuda_graphs=False, **options)
+    before = engine_of(model, **options)
     for _ in range(2):  # the second time prompts are known
         got, want, known = (
             [answer.tokens for answer in engine.generate(requests)]

@@ -41,6 +41,9 @@ Profile = Annotated[
     Path | None, typer.Option(help="Of 'dspark profile'; else the one beside the checkpoint.")
 ]
 Calibration = Annotated[Path | None, typer.Option(help="Likewise, of 'dspark calibrate'.")]
+Graphs = Annotated[
+    bool, typer.Option("--cuda-graphs", help="On a GPU, replay decode steps from CUDA graphs.")
+]
 Pages = Annotated[int, typer.Option(help=f"Pages of the cache, for {CACHE.page_size} tokens each.")]
 CacheFolder = Annotated[Path | None, typer.Option(help="Keep prefixes here across restarts.")]
 Concurrency = Annotated[int, typer.Option(help="Sequences that are computed at once.")]
@@ -71,6 +74,7 @@ def serve(
     engram: Engram = "resident",
     deterministic: Deterministic = False,
     speculation: Speculation = True,
+    cuda_graphs: Graphs = False,
     dspark_profile: Profile = None,
     dspark_calibration: Calibration = None,
     pages: Pages = CACHE.num_pages,
@@ -108,6 +112,7 @@ def serve(
         deterministic=deterministic,
         disk_folder=cache_folder,
         speculation=SpeculationConfig() if speculation else None,
+        cuda_graphs=cuda_graphs,
     )
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     rounding, place = None if numerics is None else numerics.value, resolve_device(device)

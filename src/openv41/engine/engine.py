@@ -71,7 +71,7 @@ class EngineConfig:
     engram: EngramPlacement = "resident"  # of a model that ``Engine.load`` loads
     deterministic: bool = False  # likewise: an answer does not depend on its neighbours
     speculation: SpeculationConfig | None = field(default_factory=SpeculationConfig)  # None: off
-    cuda_graphs: bool = True  # of decode steps, on a CUDA device
+    cuda_graphs: bool = False  # of decode steps, on a CUDA device
 
     def __post_init__(self) -> None:
         problems = []
