@@ -92,7 +92,7 @@ def serve(
     drain_seconds: DrainSeconds = LIMITS.drain_seconds,
 ) -> None:
     """Serve a checkpoint until SIGTERM or Ctrl-C; running answers are finished first."""
-    _require_extra()
+    _prepare()
     limits = Limits(
         max_prompt_tokens=max_prompt_tokens,
         max_output_tokens=max_output_tokens,
@@ -114,7 +114,6 @@ def serve(
         speculation=SpeculationConfig() if speculation else None,
         cuda_graphs=cuda_graphs,
     )
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     rounding, place = None if numerics is None else numerics.value, resolve_device(device)
     engine = Engine.load(checkpoint, config=config, numerics=rounding, device=place)
     schedule_verification(
@@ -155,10 +154,12 @@ def _serve(
     )
 
 
-def _require_extra() -> None:
+def _prepare() -> None:
+    """Show what the log says; InputError where the extra is not installed."""
     missing = [package for package in EXTRA if importlib.util.find_spec(package) is None]
     if missing:
         raise InputError(
             f"openv41 serve needs {', '.join(missing)}, not installed here; "
             "run pip install 'openv41[serve]'"
         )
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
