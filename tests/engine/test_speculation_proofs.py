@@ -43,7 +43,9 @@ SETTINGS = {  # as the demo's, but shorter
     "dspark.optimizer.lr": 3e-2,
 }
 COUNT, ANSWER, SHARED = 200, 32, 70  # prompts, tokens of an answer and of a common beginning
-COSTS = CostTable(requests=(1, 16), plain=(1.0, 1.6), verify=((1.1,) * 6, (1.7, 2, 2.2, 3, 4, 6)))
+COSTS = CostTable(
+    requests=(1, 16), plain=(1.0, 1.6), verify=((1.1,) * 6, (1.7, 2.0, 2.2, 3.0, 4.0, 6.0))
+)
 
 
 @pytest.fixture(scope="module")
