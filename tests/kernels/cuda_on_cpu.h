@@ -19,13 +19,18 @@
 using cudaStream_t = void *;
 using cudaError_t = int;
 struct uint4 { uint32_t x, y, z, w; };
+struct uint2 { uint32_t x, y; };
 struct float4 { float x, y, z, w; };
 struct float2 { float x, y; };
 struct dim3 { unsigned x = 1, y = 1, z = 1; };
 inline uint4 make_uint4(uint32_t a, uint32_t b, uint32_t c, uint32_t d) { return {a, b, c, d}; }
+inline uint2 make_uint2(uint32_t a, uint32_t b) { return {a, b}; }
 inline float2 make_float2(float a, float b) { return {a, b}; }
 inline thread_local dim3 threadIdx, blockIdx; inline dim3 gridDim;
 template <class T> T __ldg(const T *p) { return *p; }
+template <class T> T __ldcg(const T *p) { return *p; }
+#define __host__
+template <class T> void __stcg(T *p, T v) { *p = v; }
 inline float __uint_as_float(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
 inline uint32_t as_uint(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
 struct Block {
@@ -40,6 +45,7 @@ inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline void __syncthreads() { block->all.arrive_and_wait(); }
 inline void warp_sync() { block->warps[threadIdx.x / 32]->arrive_and_wait(); }
+inline void __syncwarp() { warp_sync(); }
 inline float __shfl_xor_sync(unsigned, float v, int mask) {
   block->slots[threadIdx.x].v[0] = as_uint(v); warp_sync();
   float r = __uint_as_float(block->slots[threadIdx.x ^ mask].v[0]); warp_sync(); return r;
@@ -92,9 +98,18 @@ struct Cluster {
   explicit Cluster(unsigned threads) : all(threads * kClusterBlocks) {}
   std::barrier<> all; char *memories[kClusterBlocks];
 };
-inline thread_local Cluster *cluster; inline thread_local int block_in_cluster;
-struct Received { std::atomic<uint32_t> bytes, expected; };
-inline uint32_t phase_bytes;
+inline thread_local void *own_memory; inline thread_local Cluster *cluster; inline thread_local int block_in_cluster;
+struct Turns { std::atomic<uint16_t> arrived; uint16_t of_turn; std::atomic<int32_t> missing; };  // bytes
+inline Turns &turns(void *barrier) { return *static_cast<Turns *>(barrier); }
+inline void set_up(uint64_t *barrier, uint32_t arrivals) { *barrier = 0, turns(barrier).of_turn = arrivals; }
+inline void arrive(uint64_t *barrier) { turns(barrier).arrived += 1; }
+inline void expect(uint64_t *barrier, uint32_t bytes) {
+  turns(barrier).missing += bytes; arrive(barrier);
+}
+inline void await_turn(uint64_t *barrier, uint32_t parity) {
+  while (turns(barrier).missing || turns(barrier).arrived / turns(barrier).of_turn % 2 == parity)
+    std::this_thread::yield();
+}
 inline void copy_async(void *to, const void *from, bool inside) {
   if (inside) memcpy(to, from, 16); else memset(to, 0, 16);
 }
@@ -103,21 +118,34 @@ template <int kLeft> void wait_for_copies() {}
 inline uint32_t cluster_rank() { return block_in_cluster; }
 inline void cluster_arrive() { cluster->all.arrive_and_wait(); }
 inline void cluster_wait() {}
-inline void set_up(uint64_t *barrier) { *barrier = 0; }
-inline void expect(uint64_t *barrier, uint32_t bytes) {
-  phase_bytes = bytes; reinterpret_cast<Received *>(barrier)->expected += 1;
-}
-inline void wait_for(uint64_t *barrier, uint32_t parity) {
-  auto *found = reinterpret_cast<Received *>(barrier);
-  auto phase = [&] {
-    uint32_t arrived = found->expected; return arrived ? std::min(arrived, found->bytes / phase_bytes) : 0;
-  };
-  while (phase() % 2 == parity) std::this_thread::yield();
-}
+inline void show_set_up() {}
 inline void send_to(uint32_t rank, float *place, uint64_t *barrier, float value) {
   char *own = cluster->memories[block_in_cluster], *other = cluster->memories[rank];
   *reinterpret_cast<float *>(other + (reinterpret_cast<char *>(place) - own)) = value;
-  reinterpret_cast<Received *>(other + (reinterpret_cast<char *>(barrier) - own))->bytes += 4;
+  turns(other + (reinterpret_cast<char *>(barrier) - own)).missing -= 4;
+}
+inline void count_up(unsigned *counter) { std::atomic_ref(*counter) += 1; }
+inline void await_count(unsigned *counter, unsigned count) {
+  while (std::atomic_ref(*counter) < count) std::this_thread::yield();
+}
+
+// All blocks at once; shared memory holds NaN.
+template <class F> void run_grid(unsigned threads, size_t bytes, F run) {
+  std::vector<std::vector<uint4>> memories(gridDim.x, std::vector<uint4>(bytes / 16 + 1));
+  std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<std::thread> all;
+  for (unsigned k = 0; k < gridDim.x; ++k) {
+    blocks.push_back(std::make_unique<Block>(threads));
+    memset(memories[k].data(), 0xff, bytes);
+  }
+  for (unsigned k = 0; k < gridDim.x; ++k)
+    for (unsigned i = 0; i < threads; ++i)
+      all.emplace_back([&, k, i] {
+        block = blocks[k].get(), own_memory = memories[k].data();
+        threadIdx = {i}, blockIdx = {k, 0, 0}, blockDim = {threads, 1, 1};
+        run();
+      });
+  for (auto &thread : all) thread.join();
 }
 
 // A cluster after the other; shared memory holds NaN.
@@ -136,7 +164,7 @@ template <class F> void run_clusters(unsigned threads, size_t bytes, F run) {
     for (unsigned k = 0; k < kClusterBlocks; ++k)
       for (unsigned i = 0; i < threads; ++i)
         all.emplace_back([&, k, i] {
-          block = blocks[k].get(), cluster = &one, block_in_cluster = k;
+          block = blocks[k].get(), cluster = &one, block_in_cluster = k, own_memory = one.memories[k];
           threadIdx = {i}, blockIdx = {first + k, 0, 0}, blockDim = {threads, 1, 1};
           run();
         });

@@ -5,8 +5,6 @@
 
 #include "cuda_on_cpu.h"
 
-struct uint2 { uint32_t x, y; };
-inline uint2 make_uint2(uint32_t a, uint32_t b) { return {a, b}; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline float __int_as_float(uint32_t u) { return __uint_as_float(u); }
@@ -16,7 +14,6 @@ inline uint32_t __shfl_xor_sync(unsigned mask, uint32_t v, int lanes) {
 inline int __shfl_sync(unsigned mask, int v, int lane) {
   return int(as_uint(__shfl_sync(mask, __uint_as_float(uint32_t(v)), lane)));
 }
-inline void __syncwarp() { warp_sync(); }
 inline uint32_t __ballot_sync(unsigned, bool v) {
   block->slots[threadIdx.x].v[0] = v; warp_sync();
   uint32_t all = 0;

@@ -19,7 +19,7 @@ SHIM = Path(__file__).with_name("cuda_on_cpu.h")
 LAUNCHES = (
     """
 template <bool kHasY, bool kHasG>
-cudaError_t launch(const Args &args, int groups, cudaStream_t) {
+cudaError_t launch(const Args &args, int groups, cudaStream_t stream) {
   static_assert(kBytes <= sizeof(emulated_memory));
   gridDim = {unsigned(args.dim / kWidth), unsigned(groups), 1};
   run_blocks(kWarps * 32, [&] { gradients<kHasY, kHasG>(args); });
@@ -27,42 +27,49 @@ cudaError_t launch(const Args &args, int groups, cudaStream_t) {
 }
 """,
     """
-template <bool kHasY, int kStages>
-cudaError_t launch(const Args &args, int clusters, cudaStream_t) {
-  gridDim = {unsigned(kRanks * clusters), 1, 1};
-  const int bytes = sizeof(Memory) + kStages * sizeof(Stage);
-  run_clusters(args.dim / kRanks, bytes, [&] { boundary<kHasY, kStages>(args); });
+template <bool kHasY>
+cudaError_t launch(const Args &args, int parts, cudaStream_t stream) {
+  gridDim = {unsigned(kRanks * parts * ((args.tokens + kTile - 1) / kTile)), 1, 1};
+  const int warps = args.dim / kRanks / kWidth;
+  run_clusters(warps * 32 + 32, sizeof(Memory) + warps * sizeof(Weights), [&] { boundary<kHasY>(args, parts); });
+  return 0;
+}
+""",
+    """
+template <bool kHasY>
+cudaError_t launch(const Args &args, const Shares &shares, cudaStream_t stream) {
+  gridDim = {unsigned(shares.slices * shares.groups), 1, 1};
+  const int warps = args.dim / (shares.slices * 32);
+  run_grid(warps * 32 + 64, bytes_of(warps), [&] { boundary<kHasY>(args, shares); });
   return 0;
 }
 """,
 )
 
 
-def for_the_cpu(source, header):
+def for_the_cpu(source):
     """Put the shim's pairs and products in the place of PTX, and threads in that of a launch."""
-    header = header.replace("#pragma once", "").replace("#include <cuda_runtime.h>", "")
-    header = re.sub(
-        r"asm\(\"cvt.*?;\n", "pair = emulated_pack(first, second);\n", header, flags=re.S
-    )
-    product = "emulated_multiply(sum, a0, a1, a2, a3, b0, b1);\n"
-    header = re.sub(r"asm volatile\(.*?\);\n", product, header, flags=re.S)
-    source = source.replace('#include "mhc_pairs.cuh"', header)
-    source = source.replace('#include "mhc_cluster.cuh"\n', "")
-    source = source.replace(
-        "extern __shared__ uint4 memory[];",
-        "uint4 *memory = reinterpret_cast<uint4 *>(emulated_memory);",
-    )
-    source = source.replace(
-        "extern __shared__ uint4 whole[];",
-        "void *whole = cluster->memories[block_in_cluster];",
-    )
+    for name in ("mhc_boundary.cuh", "mhc_pairs.cuh"):
+        text = (FOLDER / name).read_text().replace("#pragma once", "")
+        source = source.replace(f'#include "{name}"', text)
+    source = source.replace('#include "mhc_cluster.cuh"', "")
+    source = source.replace("#include <cuda_runtime.h>", "")
+    for pattern, replacement in (
+        (r"asm\(\"cvt.*?;\n", "pair = emulated_pack(first, second);\n"),
+        (r"asm\(\"rcp.*?;\n", "inverse = 1 / of;\n"),
+        (r"asm volatile\(.*?\);\n", "emulated_multiply(sum, a0, a1, a2, a3, b0, b1);\n"),
+        (r"template <bool kHasY>\ncudaLaunchConfig_t.*?\n}\n", ""),
+        (r'extern "C" int openv41_mega_mhc_clusters.*?\n}\n', ""),
+    ):
+        source = re.sub(pattern, replacement, source, flags=re.S)
+    for name, place in (("memory", "emulated_memory"), ("whole", "own_memory")):
+        source = source.replace(
+            f"extern __shared__ uint4 {name}[];",
+            f"uint4 *{name} = reinterpret_cast<uint4 *>({place});",
+        )
     for launch in LAUNCHES:
-        head = re.escape(launch.strip().splitlines()[0])
-        source = re.sub(head + r"\ncudaError_t launch.*?\n}\n", launch, source, flags=re.S)
-    source = re.sub(
-        r"template <bool kHasY, int kStages>\ncudaLaunchConfig_t.*?\n}\n", "", source, flags=re.S
-    )
-    source = re.sub(r'extern "C" int openv41_mega_mhc_clusters.*?\n}\n', "", source, flags=re.S)
+        head = re.escape(launch.strip().partition(" {\n")[0])
+        source = re.sub(head + r" {\n.*?\n}\n", launch, source, flags=re.S)
     return f'#include "{SHIM}"\n' + source
 
 
@@ -71,7 +78,7 @@ def compiled(source, folder):
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no g++")
-    code = for_the_cpu((FOLDER / source).read_text(), (FOLDER / "mhc_pairs.cuh").read_text())
+    code = for_the_cpu((FOLDER / source).read_text())
     (folder / "source.cpp").write_text(code)
     words = [compiler, "-O1", "-std=c++20", "-shared", "-fPIC", "-pthread", "-w"]
     subprocess.run([*words, "source.cpp", "-o", "library.so"], cwd=folder, check=True)
@@ -79,29 +86,24 @@ def compiled(source, folder):
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    """The source of the gradients."""
-    return compiled(mhc_cuda.SOURCES[1], tmp_path_factory.mktemp("cuda"))
-
-
-@pytest.fixture(scope="module")
-def forward_library(tmp_path_factory):
-    """The source of the forward."""
-    return compiled(mhc_cuda.SOURCES[0], tmp_path_factory.mktemp("cuda"))
+def libraries(tmp_path_factory):
+    """The sources of the forward for few and for many tokens, and that of the gradients."""
+    return [compiled(source, tmp_path_factory.mktemp("cuda")) for source in mhc_cuda.SOURCES]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tokens", "dim", "clusters", "has_y"),
+    ("tokens", "dim", "cut", "has_y"),
     [
-        (1, 512, 8, True),
-        (37, 512, 1, True),
-        (150, 1024, 2, False),
-        pytest.param(1040, 512, 1, True, marks=pytest.mark.prove),
+        (1, 512, 2, True),
+        (37, 512, 1, False),
+        (75, 128, (2, 1), True),
+        (50, 96, (3, 2), False),
+        pytest.param(1040, 128, (4, 1), True, marks=pytest.mark.prove),
     ],
 )
-def test_the_streams(forward_library, tokens, dim, clusters, has_y):
-    """Tiles of one cluster follow each other; the last one is cut; every element is written."""
+def test_the_streams(libraries, tokens, dim, cut, has_y):
+    """Few tokens in clusters; many in groups, whose tiles follow each other; the last one is cut."""
     T, N = tokens, 4
     x, y, a = torch.randn(T, N, dim).bfloat16(), torch.randn(T, dim).bfloat16(), torch.rand(T, N)
     b, c = torch.rand(T, N, N), torch.rand(T, N)
@@ -114,9 +116,18 @@ def test_the_streams(forward_library, tokens, dim, clusters, has_y):
     pending = (y, b, c) if has_y else (None,) * 3
     out = [torch.full_like(x, math.nan), torch.full_like(y, math.nan), torch.full_like(a, math.nan)]
     out += [torch.full((T, *size), math.nan) for size in ((N, N), (N,), (32,), (2,))]
-    sizes = *x.stride()[:2], y.stride(0), T, dim, 20, int(has_y), clusters
-    forward_library.openv41_mega_mhc(
-        mhc_cuda._addresses(x, *pending, a, *weights.values(), *out),
+    pointers = [x, *pending, a, *weights.values(), *out]
+    sizes = [*x.stride()[:2], y.stride(0), T, dim, 20, int(has_y)]
+    if isinstance(cut, int):
+        function = libraries[0].openv41_mega_mhc
+        sizes.append(cut)
+    else:
+        function = libraries[1].openv41_mega_mhc_many
+        shares = mhc_cuda._shares(mhc_cuda.Groups(*cut), -(-T // 16), x.device)
+        pointers.extend((*(share.fill_(math.nan) for share in shares[:2]), shares[2].zero_()))
+        sizes.extend(cut)
+    function(
+        mhc_cuda._addresses(*pointers),
         (ctypes.c_longlong * len(sizes))(*sizes),
         ctypes.c_float(1e-6),
         ctypes.c_float(1e-20),
@@ -173,7 +184,7 @@ def wanted(x, pending, a, grads, full):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_y", [True, False])
-def test_gradients_of_the_streams(library, has_y):
+def test_gradients_of_the_streams(libraries, has_y):
     """More than a tile of tokens, the last one cut; every element is written."""
     T, N, D = 133, 4, mhc_cuda.BACKWARD_WIDTH
     x, y, a = torch.randn(T, N, D).bfloat16(), torch.randn(T, D).bfloat16(), torch.rand(T, N)
@@ -188,7 +199,7 @@ def test_gradients_of_the_streams(library, has_y):
     parts = torch.full((1, T, 24), math.nan)
     tensors = x, *(pending or (None,) * 3), a, *full[:3], g_new, g_h, *full[3:], g_x, g_y, parts
     sizes = *x.stride()[:2], y.stride(0), T, D, int(norm.dtype == torch.bfloat16), 1
-    library.openv41_mega_mhc_backward(
+    libraries[2].openv41_mega_mhc_backward(
         mhc_cuda._addresses(*tensors), (ctypes.c_longlong * len(sizes))(*sizes), None
     )
     g_a, g_c, g_b = parts[0].split([N, N, N * N], dim=1)

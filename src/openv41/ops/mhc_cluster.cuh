@@ -1,4 +1,4 @@
-// What sixteen blocks of a cluster do together: copies under way, barriers, each other's memory.
+// What thread blocks do together: copies under way, barriers, each other's memory, counters.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,6 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 
 // The others' memory is there once they have begun; what this thread has set up is seen by then.
 __device__ __forceinline__ void cluster_arrive() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
@@ -43,22 +42,33 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ void set_up(uint64_t *barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address_of(barrier)) : "memory");
+// A barrier has turns of so many arrivals.
+__device__ __forceinline__ void set_up(uint64_t *barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address_of(barrier)), "r"(arrivals)
+               : "memory");
 }
 
-// The barrier's phase ends when that many bytes have been sent here.
+// What has been set up is seen by the other blocks that arrive.
+__device__ __forceinline__ void show_set_up() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// An arrival; the turn ends when that many bytes have been sent here, too.
 __device__ __forceinline__ void expect(uint64_t *barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address_of(barrier)),
                "r"(bytes)
                : "memory");
 }
 
-__device__ __forceinline__ void wait_for(uint64_t *barrier, uint32_t parity) {
+__device__ __forceinline__ void arrive(uint64_t *barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address_of(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void await_turn(uint64_t *barrier, uint32_t parity) {
   uint32_t done;
   do {
     asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; "
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
         "selp.u32 %0, 1, 0, p; }"
         : "=r"(done)
         : "r"(address_of(barrier)), "r"(parity)
@@ -78,6 +88,19 @@ __device__ __forceinline__ void send_to(uint32_t rank, float *place, uint64_t *b
                    there),
                "f"(value), "r"(at_barrier)
                : "memory");
+}
+
+// What the warp has written is seen by those who await the count; by one lane, after the others.
+__device__ __forceinline__ void count_up(unsigned *counter) {
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+__device__ __forceinline__ void await_count(unsigned *counter, unsigned count) {
+  unsigned found;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(found) : "l"(counter) : "memory");
+  } while (found < count);
 }
 
 }  // namespace

@@ -6,15 +6,17 @@ tokens; (3 N + 3) D in the gradients of the streams.
 
 import ctypes
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from openv41.ops.cuda_library import load
 
-SOURCES = ("mhc.cu", "mhc_backward.cu")  # both include mhc_pairs.cuh
-STREAMS = 4
-RANKS, WARP_WIDTH, MOST_WARPS = 16, 32, 10  # blocks of a cluster; numbers of a warp; its warps
+SOURCES = ("mhc.cu", "mhc_many.cu", "mhc_backward.cu")  # with mhc_boundary.cuh, mhc_pairs.cuh
+STREAMS, MIXES, TILE = 4, 24, 16  # TILE tokens are advanced together
+RANKS, WARP_WIDTH, MOST_WIDTH = 16, 32, 5120  # blocks of a cluster or group; of a warp; the most D
+SLOTS = 8  # tiles of a group whose sums are in memory
 BACKWARD_TOKENS, BACKWARD_WIDTH = 128, 256
 
 
@@ -42,11 +44,25 @@ def _reads(x: Tensor, others: tuple[Tensor, ...]) -> bool:
 
 
 def fits(x: Tensor, others: tuple[Tensor, ...]) -> bool:
-    """Whether the source takes these streams."""
+    """Whether the sources take these streams."""
     dim = x.shape[2]
-    if dim % (RANKS * WARP_WIDTH) or dim > RANKS * WARP_WIDTH * MOST_WARPS:
+    if dim % (RANKS * WARP_WIDTH) or dim > MOST_WIDTH:
         return False
     return _reads(x, others) and clusters(dim) > 0
+
+
+class Groups(NamedTuple):
+    """How the GPU is cut for many tokens: blocks of a group, and groups."""
+
+    slices: int
+    groups: int
+
+
+@cache
+def groups() -> Groups:
+    """As many groups as run at once."""
+    processors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    return Groups(RANKS, processors // RANKS)
 
 
 def launch(
@@ -55,13 +71,21 @@ def launch(
     norm: Tensor,
     constants: tuple[int, float, float],
 ) -> None:
-    """Launch on tensors in the source's order."""
+    """Launch on tensors in the sources' order."""
     compiled, x = library(), pointers[0]
     assert compiled is not None and x is not None, "the launch was not checked by fits"  # noqa: PT018
     steps, eps, norm_eps = constants
     tokens, dim = len(x), x.shape[2]
-    sizes = *strides, tokens, dim, steps, int(norm.dtype == torch.bfloat16), clusters(dim)
-    error = compiled.openv41_mega_mhc(
+    sizes = [*strides, tokens, dim, steps, int(norm.dtype == torch.bfloat16)]
+    tiles, at_once = -(-tokens // TILE), clusters(dim)
+    if tiles <= at_once:
+        function = compiled.openv41_mega_mhc
+        sizes.append(2 if 2 * tiles <= at_once else 1)
+    else:
+        function = compiled.openv41_mega_mhc_many
+        pointers = *pointers, *_shares(groups(), tiles, x.device)
+        sizes.extend(groups())
+    error = function(
         _addresses(*pointers),
         (ctypes.c_longlong * len(sizes))(*sizes),
         ctypes.c_float(eps),
@@ -69,6 +93,13 @@ def launch(
         ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream),
     )
     assert error == 0, f"the launch of mega_mhc failed: CUDA error {error}"
+
+
+def _shares(cut: Groups, tiles: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """What blocks of a group leave for each other: mixes, squares, and counters of the tiles."""
+    rows = cut.slices * cut.groups * SLOTS * TILE
+    mixes, squares = torch.empty(rows, MIXES, device=device), torch.empty(rows, 2, device=device)
+    return mixes, squares, torch.empty(tiles, dtype=torch.int32, device=device)
 
 
 def backward_fits(x: Tensor, others: tuple[Tensor, ...]) -> bool:

@@ -18,6 +18,13 @@ __device__ __forceinline__ uint32_t pack(float first, float second) {
   return pair;
 }
 
+// To the last bit or the one before.
+__device__ __forceinline__ float reciprocal(float of) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(of));
+  return inverse;
+}
+
 __device__ __forceinline__ void multiply(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2,
                                          uint32_t a3, uint32_t b0, uint32_t b1) {
   asm volatile(
@@ -25,6 +32,11 @@ __device__ __forceinline__ void multiply(float (&sum)[4], uint32_t a0, uint32_t 
       "{%0,%1,%2,%3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void multiply(float (&sum)[4], const uint2 &upper, const uint2 &lower,
+                                         const uint2 &weight) {
+  multiply(sum, upper.x, lower.x, upper.y, lower.y, weight.x, weight.y);
 }
 
 __device__ __forceinline__ void multiply(float (&sum)[4], const uint4 &upper, const uint4 &lower,
