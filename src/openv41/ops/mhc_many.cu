@@ -247,6 +247,17 @@ __device__ __forceinline__ void go_through_tiles(const Args &args, Memory &memor
   }
 }
 
+template <bool kHasY>
+__device__ __forceinline__ void fetch_ahead(const Args &args, const Shares &shares, const Own &own, int tile) {
+#pragma unroll 1
+  for (int row = own.rank; row < kTile; row += shares.slices) {
+    const long long token = 1ll * tile * kTile + row;
+    if (token >= args.tokens || own.lane >= kStreams + kHasY) continue;
+    const uint16_t *from = own.lane < kStreams ? args.x + (token * args.x_token + own.lane * args.x_stream) : args.y + token * args.y_token;
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(args.dim * 2) : "memory");
+  }
+}
+
 // Where a row's sums of the i-th tile are.
 __device__ __forceinline__ long long place_of(const Shares &shares, const Own &own, int i, int row) {
   return 1ll * ((own.group * kSlots + i % kSlots) * kTile + row) * shares.slices;
@@ -261,9 +272,11 @@ __device__ __forceinline__ void add_and_leave(const Args &args, Memory &memory,
   for (int i = 0; i < kRing; ++i) {
     read_given<kHasY>(args, own, tile_of(shares, own, i), given);
     show_given(memory, own, i, given);
+    if (0 < i && i < 3) fetch_ahead<kHasY>(args, shares, own, tile_of(shares, own, i));
   }
 #pragma unroll 1
   for (int i = 0; i < own.tiles; ++i) {
+    fetch_ahead<kHasY>(args, shares, own, tile_of(shares, own, i + 3));
     read_given<kHasY>(args, own, tile_of(shares, own, i + kRing), given);
     await_turn(&memory.parts_full, i % 2);
 #pragma unroll
