@@ -31,7 +31,8 @@ template <bool kHasY>
 cudaError_t launch(const Args &args, int parts, cudaStream_t stream) {
   gridDim = {unsigned(kRanks * parts * ((args.tokens + kTile - 1) / kTile)), 1, 1};
   const int warps = args.dim / kRanks / kWidth;
-  run_clusters(warps * 32 + 32, sizeof(Memory) + warps * sizeof(Weights), [&] { boundary<kHasY>(args, parts); });
+  const auto bytes = sizeof(Memory) + warps * sizeof(Weights);
+  run_clusters(warps * 32 + 32, bytes, [&] { boundary<kHasY>(args, parts); });
   return 0;
 }
 """,
@@ -103,7 +104,7 @@ def libraries(tmp_path_factory):
     ],
 )
 def test_the_streams(libraries, tokens, dim, cut, has_y):
-    """Few tokens in clusters; many in groups, whose tiles follow each other; the last one is cut."""
+    """Few tokens in clusters; many in groups, whose tiles follow each other; the last is cut."""
     T, N = tokens, 4
     x, y, a = torch.randn(T, N, dim).bfloat16(), torch.randn(T, dim).bfloat16(), torch.rand(T, N)
     b, c = torch.rand(T, N, N), torch.rand(T, N)

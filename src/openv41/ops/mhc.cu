@@ -2,9 +2,9 @@
 //
 // For N = 4 streams of bf16. The 16 thread blocks of a cluster own a sixteenth of D each of a tile of
 // 16 tokens. A warp owns 16 numbers of the rows: lane 4 g + q holds numbers 4 q to 4 q + 3 of rows g
-// and g + 8, which is what the tensor core's operand wants if the numbers are taken in that order. It copies
-// its weights to shared memory itself, a stream after the other, and takes them as two bf16 each, which
-// leaves out less than 2^-17 of a weight.
+// and g + 8, which is what the tensor core's operand wants if the numbers are taken in that order. It
+// copies its weights to shared memory itself, and takes them as two bf16 each, which leaves out less
+// than 2^-17 of a weight.
 //
 // The sums of a token go to the block that computes its coefficients, one for each token, and the
 // squares of the collapsed rows to all. Where there are clusters enough, one of two predicts B only,
@@ -122,10 +122,11 @@ __device__ __forceinline__ void advance_rows(const Args &args, const Memory &mem
 
 template <int kStream>
 __device__ __forceinline__ void add_products(const Weights &weights, const Own &own,
-                                             const Rows &rows, Sums &sums, float (&of_small)[3][4]) {
+                                             const Rows &rows, Sums &sums,
+                                             float (&of_small)[3][4]) {
   const Numbers &up = rows.x[0][kStream], &down = rows.x[1][kStream];
   multiply(sums.upper, up, down, up);
-  multiply(sums.lower, up, down, down);
+  if (own.tokens > 8) multiply(sums.lower, up, down, down);
   wait_for_copies<kStreams - 1 - kStream>();
 #pragma unroll
   for (int n = 0; n < 3; ++n) {
@@ -166,8 +167,8 @@ __device__ __forceinline__ void leave(Memory &memory, const Own &own, const Sums
   }
 }
 
-// Send the block's sums off, in the order of its warps: a row's to the block of its number, squares of
-// h to all.
+// Send the block's sums off, added in the order of its warps: a row's to the block of its number,
+// squares of h to all.
 __device__ __forceinline__ void send(Memory &memory, const Own &own) {
   const int warps = blockDim.x / 32 - 1;
 #pragma unroll 1
@@ -207,47 +208,37 @@ __device__ __forceinline__ float own_mix(const Args &args, const Memory &memory,
   const float square = __shfl_sync(~0u, sum, kMixes + 1);
   const float inverse = rsqrtf(fmaf(square, args.over_dim / kStreams, args.norm_eps));
   const float mix = own.lane < kMixes ? sum * inverse : 0;
-  if (own.lane < 8 ? own.predicts[0] : own.predicts[1]) args.mixes[token * kPartWidth + own.lane] = mix;
+  if (own.lane < 8 ? own.predicts[0] : own.predicts[1])
+    args.mixes[token * kPartWidth + own.lane] = mix;
   if (own.lane < 2 && own.predicts[0])
     args.inverse[2 * token + own.lane] =
         own.lane == 0 ? inverse : rsqrtf(fmaf(h_square, args.over_dim, args.norm_eps));
   return mix;
 }
 
-// The coefficients of the own token by one warp, once to have the instructions at hand.
-__device__ __forceinline__ void own_coefficients(const Args &args, Memory &memory, const Own &own,
-                                                 float base, float scale) {
+// The coefficients of the own token, by one warp.
+__device__ __forceinline__ void own_coefficients(const Args &args, const Own &own, float raw) {
   const int lane = own.lane, part = lane < 4 ? 0 : lane < 8 ? 1 : 2;
   const long long token = own.first + own.rank;
-#pragma unroll 1
-  for (int pass = 0; pass < 2; ++pass) {
-    float raw = base;
-    if (pass == 1) {
-      __syncthreads();
-      send(memory, own);
-      await_turn(&memory.sums, 0);
-      if (own.rank < own.tokens) raw = fmaf(own_mix(args, memory, own), scale, base);
-    }
-    if (own.rank >= own.tokens) continue;
-    if (own.predicts[0] && pass == 1 && part < 2) {
-      const float half = reciprocal(1 + expf(-raw));
-      if (part == 0) args.next_a[token * 4 + lane] = half + args.eps;
-      else args.next_c[token * 4 + lane - 4] = 2 * half;
-    }
-    if (!own.predicts[1]) continue;
-    float top = fmaxf(raw, __shfl_xor_sync(~0u, raw, 1));
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-    const float power = expf(raw - top), total = sum_of_four(power);
-    const float soft = fmaf(power, reciprocal(total), args.eps);
-    float m[16], u[4], v[4];
-#pragma unroll
-    for (int k = 0; k < 16; ++k) m[k] = __shfl_sync(~0u, soft, 8 + k);
-    balance(m, args.steps, args.eps, u, v);
-    const int i = lane / 4 - 2, j = lane % 4;
-    const float u_i = i == 0 ? u[0] : i == 1 ? u[1] : i == 2 ? u[2] : u[3];
-    const float v_j = j == 0 ? v[0] : j == 1 ? v[1] : j == 2 ? v[2] : v[3];
-    if (pass == 1 && part == 2 && lane < kMixes) args.next_b[token * 16 + j * 4 + i] = soft * u_i * v_j;
+  if (own.predicts[0] && part < 2) {
+    const float half = sigmoid(raw);
+    if (part == 0) args.next_a[token * 4 + lane] = half + args.eps;
+    else args.next_c[token * 4 + lane - 4] = 2 * half;
   }
+  if (!own.predicts[1]) return;
+  __syncwarp();
+  float top = fmaxf(raw, __shfl_xor_sync(~0u, raw, 1));
+  top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+  const float power = expf(raw - top), total = sum_of_four(power);
+  const float soft = fmaf(power, reciprocal(total), args.eps);
+  float m[16], u[4], v[4];
+#pragma unroll
+  for (int k = 0; k < 16; ++k) m[k] = __shfl_sync(~0u, soft, 8 + k);
+  balance(m, args.steps, args.eps, u, v);
+  const int i = lane / 4 - 2, j = lane % 4;
+  const float u_i = i == 0 ? u[0] : i == 1 ? u[1] : i == 2 ? u[2] : u[3];
+  const float v_j = j == 0 ? v[0] : j == 1 ? v[1] : j == 2 ? v[2] : v[3];
+  if (part == 2 && lane < kMixes) args.next_b[token * 16 + j * 4 + i] = soft * u_i * v_j;
 }
 
 template <bool kHasY>
@@ -269,7 +260,11 @@ __global__ void __launch_bounds__((kMostWarps + 1) * 32, 1)
     cluster_arrive();
     __syncthreads();
     cluster_wait();
-    own_coefficients(args, memory, own, base, scale);
+    __syncthreads();
+    send(memory, own);
+    await_turn(&memory.sums, 0);
+    if (own.rank < own.tokens)
+      own_coefficients(args, own, fmaf(own_mix(args, memory, own), scale, base));
     return;
   }
   cluster_arrive();

@@ -1,4 +1,4 @@
-// What happens to the streams between two blocks, whichever thread blocks do it. Report §2.4.1, Eq. (6).
+// What happens to the streams between two blocks, for few tokens or many. Report §2.4.1, Eq. (6).
 #pragma once
 
 #include "mhc_cluster.cuh"

@@ -3,24 +3,25 @@
 // For N = 4 streams of bf16. The blocks of a group own a slice of D each and go through tiles of 16
 // tokens together; groups share the tiles. A warp owns 32 numbers of the rows: lane 4 g + q holds
 // numbers 8 q to 8 q + 7 of rows g and g + 8, which is what the tensor core's operand wants if the
-// numbers are taken in that order, and 16 bytes of memory. The slice's weights stay in shared memory,
-// as two bf16 each, which leaves out less than 2^-17 of a weight. A lane copies its next numbers to
-// shared memory itself, and nobody else reads them.
+// numbers are taken in that order, and 16 bytes of memory. The slice's weights stay in shared
+// memory, as two bf16 each, which leaves out less than 2^-17 of a weight. A lane copies its next
+// numbers to shared memory itself, and nobody else reads them.
 //
-// Two more warps do what the others would wait for. One adds the warps' sums of a tile, leaves them in
-// memory and counts up; the other awaits all blocks of the group, finds the norms of the rows, and
+// Two more warps do what the others would wait for. One adds the warps' sums of a tile, leaves them
+// in memory and counts up; the other awaits all blocks of the group, finds the norms of the rows, and
 // computes the coefficients of the block's own tokens. The collapsed rows are kept until their norms
-// are there, two tiles later. All sums have a fixed order. A cluster could exchange them faster, but
+// are there, two tiles later. All sums have a fixed order. A cluster would exchange them faster, but
 // clusters of 16 leave processors idle.
 
 #include "mhc_boundary.cuh"
 
 namespace {
 
-constexpr int kMostWarps = 10;  // and two
-constexpr int kSums = kMixes + 2;            // of a row: the mixes, the squares of h and of the streams
+constexpr int kMostWarps = 10;      // and two
+constexpr int kSums = kMixes + 2;   // of a row: the mixes, the squares of h and of the streams
 constexpr int kLag = 2, kRing = 4;  // tiles that wait for their norms; places in rings
-constexpr int kSlots = 8;                    // of tiles whose sums are in memory at once
+constexpr int kAhead = 3;           // tiles until one that is fetched to L2
+constexpr int kSlots = 8;           // of tiles whose sums are in memory at once
 constexpr int kRowsSize = 2 * (kStreams + 1) * 32, kKeptSize = 2 * 32;  // of a warp, in uint4
 constexpr int kWeightsSize = kStreams * 3 * 2 * 32;
 
@@ -221,8 +222,8 @@ __device__ __forceinline__ void normalise(const Args &args, const Memory &memory
     const int row = own.g + 8 * r, token = tile_of(shares, own, i) * kTile + row;
     if (token >= args.tokens) continue;
     const uint4 h = own.kept[i % (kLag + 1) * kKeptSize + r * 32 + own.lane];
-    const float4 *from = reinterpret_cast<const float4 *>(own.norm + own.q * 8);
-    const float4 norm[2] = {from[0], from[1]};
+    const float4 *weights = reinterpret_cast<const float4 *>(own.norm + own.q * 8);
+    const float4 norm[2] = {weights[0], weights[1]};
     uint16_t *to = args.h + (static_cast<long long>(token) * args.dim + own.d);
     *reinterpret_cast<uint4 *>(to) = normalised(h, memory.inverse[i % kRing][row], &norm[0].x);
   }
@@ -247,19 +248,25 @@ __device__ __forceinline__ void go_through_tiles(const Args &args, Memory &memor
   }
 }
 
+// Whole rows of a tile's tokens on their way to L2, where the blocks of the group find their slices.
 template <bool kHasY>
-__device__ __forceinline__ void fetch_ahead(const Args &args, const Shares &shares, const Own &own, int tile) {
+__device__ __forceinline__ void fetch_ahead(const Args &args, const Shares &shares, const Own &own,
+                                            int tile) {
+  if (own.lane >= kStreams + kHasY) return;
 #pragma unroll 1
   for (int row = own.rank; row < kTile; row += shares.slices) {
     const long long token = 1ll * tile * kTile + row;
-    if (token >= args.tokens || own.lane >= kStreams + kHasY) continue;
-    const uint16_t *from = own.lane < kStreams ? args.x + (token * args.x_token + own.lane * args.x_stream) : args.y + token * args.y_token;
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(args.dim * 2) : "memory");
+    if (token >= args.tokens) return;
+    const uint16_t *from = own.lane < kStreams
+                               ? args.x + (token * args.x_token + own.lane * args.x_stream)
+                               : args.y + token * args.y_token;
+    prefetch_bulk(from, args.dim * 2);
   }
 }
 
 // Where a row's sums of the i-th tile are.
-__device__ __forceinline__ long long place_of(const Shares &shares, const Own &own, int i, int row) {
+__device__ __forceinline__ long long place_of(const Shares &shares, const Own &own, int i,
+                                              int row) {
   return 1ll * ((own.group * kSlots + i % kSlots) * kTile + row) * shares.slices;
 }
 
@@ -272,11 +279,12 @@ __device__ __forceinline__ void add_and_leave(const Args &args, Memory &memory,
   for (int i = 0; i < kRing; ++i) {
     read_given<kHasY>(args, own, tile_of(shares, own, i), given);
     show_given(memory, own, i, given);
-    if (0 < i && i < 3) fetch_ahead<kHasY>(args, shares, own, tile_of(shares, own, i));
+    if (0 < i && i < kAhead) fetch_ahead<kHasY>(args, shares, own, tile_of(shares, own, i));
   }
 #pragma unroll 1
   for (int i = 0; i < own.tiles; ++i) {
-    fetch_ahead<kHasY>(args, shares, own, tile_of(shares, own, i + 3));
+    fetch_ahead<kHasY>(args, shares, own, tile_of(shares, own, i + kAhead));
+    __syncwarp();
     read_given<kHasY>(args, own, tile_of(shares, own, i + kRing), given);
     await_turn(&memory.parts_full, i % 2);
 #pragma unroll
@@ -335,7 +343,8 @@ __device__ __forceinline__ void finish_tiles(const Args &args, Memory &memory, c
       const float2 both = __ldcg(from + s);
       h_square += both.x, square += both.y;
     }
-    h_square += __shfl_xor_sync(~0u, h_square, kTile), square += __shfl_xor_sync(~0u, square, kTile);
+    h_square += __shfl_xor_sync(~0u, h_square, kTile);
+    square += __shfl_xor_sync(~0u, square, kTile);
     const float of_h = rsqrtf(fmaf(h_square, args.over_dim, args.norm_eps));
     const float of_x = rsqrtf(fmaf(square, args.over_dim / kStreams, args.norm_eps));
     if (own.lane < kTile) memory.inverse[i % kRing][row] = of_h;
