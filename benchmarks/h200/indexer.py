@@ -330,6 +330,12 @@ def train(q: Tensor, weights: Tensor, keys: Tensor, rows: Tensor, gradient: Tens
     return scores, *torch.autograd.grad(scores, (q, weights, keys), wanted)
 
 
+def train_wide(**given: Tensor) -> object:
+    """The same in float32: in bfloat16 the reference adds a key's gradients up 1.3% off."""
+    wide = {n: given[n].detach().float().requires_grad_() for n in ("q", "weights", "keys")}
+    return train(**{**given, **wide})
+
+
 def training_error(given: Inputs, out: tuple[Tensor, ...]) -> float:
     """Largest error against float32 through the plainest formula, a few queries at a time."""
     q, weights, keys = (
@@ -359,7 +365,7 @@ def training_row(tokens: int) -> Row:
         tolerance=1e-2,
         floor_bytes=4 * tokens * HEADS * DIM * 2,
         floor_flops=tokens * TOP_K * HEADS * DIM * 2 * 5,
-        reference=train,
+        reference=train_wide,
         goals=(Goal("reference_ratio", 3.0),),
     )
 
