@@ -44,8 +44,9 @@ DECODED = (
 )
 CHOSEN = (
     "Triton, a reduction of the block for each halving: 34 us for 1 x 131,072, 131 for 8 x "
-    "1,048,576, 100 for 64 x 131,072; CUDA C++ (top_k.cu) 28, 78, 65. Next: one histogram of the "
-    "upper 12 bits while the row streams through, instead of chunks that are thinned."
+    "1,048,576, 100 for 64 x 131,072; CUDA C++, chunks that are thinned: 28, 78, 65. One pass for "
+    "the best of each group of entries, then a block per row that reads the best groups alone "
+    "(top_k.cu), has since taken their place and is not measured yet."
 )
 TRIED: dict[str, str] = {
     **{f"packed_index_scores T={t} L={n}": DECODED for t, n in DECODE if t > 1},
