@@ -44,9 +44,10 @@ DECODED = (
 )
 CHOSEN = (
     "Triton, a reduction of the block for each halving: 34 us for 1 x 131,072, 131 for 8 x "
-    "1,048,576, 100 for 64 x 131,072; CUDA C++, chunks that are thinned: 28, 78, 65. One pass for "
+    "1,048,576, 100 for 64 x 131,072; CUDA C++, chunks that are thinned: 28, 78, 65; one pass for "
     "the best of each group of entries, then a block per row that reads the best groups alone "
-    "(top_k.cu), has since taken their place and is not measured yet."
+    "(top_k.cu): 15, 28, 24. Blocks of 512 threads, not 1024, are a third slower but at 256 rows; "
+    "groups of 64 are 1 to 5 us slower than those of 16 and 32."
 )
 TRIED: dict[str, str] = {
     **{f"packed_index_scores T={t} L={n}": DECODED for t, n in DECODE if t > 1},
