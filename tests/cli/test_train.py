@@ -97,7 +97,12 @@ def test_unknown_presets_and_data(data, tmp_path):
     assert "there is no preset 'huge'; choose one of tiny" in result.stderr
     result = invoke(tmp_path / "nowhere", tmp_path / "run")
     assert result.exit_code == 2
-    assert "nowhere" in result.stderr
+    assert "nowhere holds no token shards: there is no such folder; name a" in result.stderr
+    (tmp_path / "tokenizer").mkdir()
+    load_tokenizer(data).save(tmp_path / "tokenizer")
+    result = invoke(tmp_path / "tokenizer", tmp_path / "run")
+    assert result.exit_code == 2
+    assert "tokenizer holds no token shards: it has no index.json; name" in result.stderr
     assert not (tmp_path / "run").exists()
 
 
