@@ -92,6 +92,8 @@ def test_the_drafter_learns_from_them(checkpoint, tmp_path, temperature):
         *("--sft", tmp_path / "answers", "--out", tmp_path / "drafted", *words),
     )
     assert done.exit_code == 0, done.output
+    assert f" epochs of 5 sample(s) from {tmp_path / 'answers'}, " in done.stderr
+    assert "of text" not in done.stderr
     before, after = (
         load_model(folder, dtype=torch.float32).state_dict()
         for folder in (checkpoint, tmp_path / "drafted" / "checkpoint")
