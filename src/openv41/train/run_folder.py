@@ -1,6 +1,5 @@
 """The folder of a run: where it goes on, and who may write there."""
 
-import fcntl
 import json
 import logging
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from openv41.errors import ConfigError, InputError, OpenV41Error
+from openv41.io.file_lock import take_lock
 from openv41.train.checkpoint import FOLDER as RESUME_FOLDER
 from openv41.train.checkpoint import Checkpoints, Description, State, describe_differences, has_run
 from openv41.train.metrics import LOG_FILE
@@ -111,12 +111,8 @@ class RunFolder:
 
 
 def _lock_or_refuse(file: IO[bytes], folder: Path) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not take_lock(file, folder / LOCK_FILE):
         raise InputError(
             f"{folder}: another process is at work on this run; wait for its end or stop it, or "
             "name another folder with --out"
-        ) from None
-    except OSError as error:  # a file system without locks
-        logger.warning("%s cannot be locked (%s): start no second run there", folder, error)
+        )
