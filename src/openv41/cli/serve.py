@@ -118,9 +118,8 @@ def serve(
     rounding, place = None if numerics is None else numerics.value, resolve_device(device)
     with _bind(host, port) as sock:  # before minutes of loading
         engine = Engine.load(checkpoint, config=config, numerics=rounding, device=place)
-        schedule_verification(
-            engine, checkpoint, profile=dspark_profile, calibration=dspark_calibration
-        )
+        files = {"profile": dspark_profile, "calibration": dspark_calibration}
+        schedule_verification(engine, checkpoint, **files)
         name = name or checkpoint.resolve().name
         _serve(engine, name, limits, sock, api_key=api_key, allow_remote=allow_remote_images)
 
