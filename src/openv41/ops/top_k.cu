@@ -332,7 +332,7 @@ __global__ void __launch_bounds__(kThreads, 1) choose(const Rows in, const float
     const int seen = seen_of(in, row);
     const bool aligned = is_aligned(values);
     const float* held = GROUPED ? best + row * in.groups : values;
-    const int held_until = GROUPED ? in.groups : seen;
+    const int held_until = GROUPED ? (seen + in.width - 1) / in.width : seen;
     const bool held_aligned = is_aligned(held);
 
     int keys[PER], parts[SUB], least = kNoTie, largest = kNone;
@@ -458,13 +458,14 @@ void group(int blocks, int parts, cudaStream_t stream, const Rows& in, float* be
 
 }  // namespace
 
-// Choose k of each row: of at most 32 x 1024 scores, or of as many groups of `width` scores.
+// Choose k of each row: of at most 32 x 1024 scores, or of as many groups of `width` scores. With
+// no loads the best of each group up to the last that is seen are there.
 extern "C" int top_k_choose(const float* scores, const int64_t* visible, float* best, int64_t* out,
                             int64_t stride, int rows, int size, int k, int groups, int width,
                             int loads, void* on) {
     const Rows in = {scores, visible, stride, size, k, groups, width};
     const auto stream = static_cast<cudaStream_t>(on);
-    if (width) {
+    if (width && loads) {
         const int piece = kGroupThreads * 4 * loads, parts = (size + piece - 1) / piece;
         if (loads == 4) {
             group<4>(rows * parts, parts, stream, in, best);

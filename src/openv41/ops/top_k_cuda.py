@@ -55,6 +55,30 @@ def choose(
     return _choose(found, scores, k, visible)
 
 
+def fits_groups(size: int, width: int, k: int) -> bool:
+    """Whether rows of so many scores are chosen from groups of that width."""
+    return WHOLE < size <= width * HELD and width * k <= (PLACES if k <= FEW else FEWER)
+
+
+def choose_grouped(
+    scores: Float[Tensor, "T M"],
+    best: Float[Tensor, "T groups"],
+    visible: Int[Tensor, " T"],
+    out: Int[Tensor, "T K"],
+    width: int,
+) -> None:
+    """Choose where the best of each group of ``width`` scores, up to the last seen, is there."""
+    found = library()
+    assert found is not None, f"{SOURCE} is not to be had"
+    stream = torch.cuda.current_stream(scores.device).cuda_stream
+    with torch.cuda.device(scores.device):
+        status = call(
+            found, scores, visible, out, stream, k=out.shape[1], width=width, loads=0, best=best
+        )
+    if status:
+        raise RuntimeError(f"{SOURCE}: the launch failed with CUDA error {status}")
+
+
 def _choose(found: ctypes.CDLL, scores: Tensor, k: int, visible: Tensor | None) -> Tensor:
     values = scores if scores.stride(1) == 1 else scores.contiguous()
     out = torch.empty(len(values), k, dtype=torch.int64, device=scores.device)
@@ -83,11 +107,13 @@ def call(
     k: int,
     width: int,
     loads: int,
+    best: Tensor | None = None,
 ) -> int:
     """Call the source: groups of ``width`` scores, or 0; the CUDA error comes back."""
     rows, size = values.shape
     groups = -(-size // width) if width else 0
-    best = values.new_empty(rows, groups) if width else None
+    if width and best is None:
+        best = values.new_empty(rows, groups)
     sizes = (ctypes.c_int(n) for n in (rows, size, k, groups, width, loads))
     tensors = (_pointer(x) for x in (values, visible, best, out))
     code: int = found.top_k_choose(
