@@ -138,7 +138,8 @@ def rows(summary: Summary) -> list[tuple[str, str, str]]:
         (
             "drafts accepted",
             f"{s.draft_acceptance[0]:.0%}" if s.draft_acceptance else "none",
-            "by position: " + ", ".join(f"{share:.0%}" for share in s.draft_acceptance),
+            "by position, with all before: "
+            + ", ".join(f"{share:.0%}" for share in s.draft_acceptance),
         ),
         ("speed-up by drafts", f"{s.draft_speed_up:.2f}", "of one greedy request"),
         (

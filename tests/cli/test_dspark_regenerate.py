@@ -1,6 +1,10 @@
 """``openv41 dspark regenerate``: what the target says, up to the stage that learns it."""
 
 import json
+import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -11,11 +15,13 @@ from openv41.cli.main import app
 from openv41.config import DsparkConfig
 from openv41.engine.engine import Engine
 from openv41.engine.request import FinishReason
+from openv41.errors import DataError
 from openv41.io.checkpoint import load_model
 from openv41.io.tokenizer import load_tokenizer
 from openv41.train.sample_encoder import EOS_ID, SampleEncoder
 from openv41.train.sample_shards import SampleShards
 from openv41.train.samples import read_samples
+from tests.conftest import REPOSITORY
 from tests.io.tiny_checkpoint import make_checkpoint
 
 TEXT = "To be, or not to be, that is the question. " * 8
@@ -84,7 +90,8 @@ def test_the_drafter_learns_from_them(checkpoint, tmp_path, temperature):
     for number, record in enumerate(found):
         sample = shards.read(number)
         learned = sample.tokens[sample.weights > 0].tolist()
-        assert learned == list(tokenizer.encode(record["parts"][1]["text"]))
+        assert learned == record["parts"][1]["ids"]
+        assert tokenizer.decode(learned) == record["parts"][1]["text"]
     settings = ("tokens=128", "batch_tokens=64", "sequence_length=64", "warmup_tokens=0")
     words = [word for setting in settings for word in ("--set", f"dspark.{setting}")]
     done = run(
@@ -92,6 +99,8 @@ def test_the_drafter_learns_from_them(checkpoint, tmp_path, temperature):
         *("--sft", tmp_path / "answers", "--out", tmp_path / "drafted", *words),
     )
     assert done.exit_code == 0, done.output
+    assert f" epochs of 5 sample(s) from {tmp_path / 'answers'}, " in done.stderr
+    assert "of text" not in done.stderr
     before, after = (
         load_model(folder, dtype=torch.float32).state_dict()
         for folder in (checkpoint, tmp_path / "drafted" / "checkpoint")
@@ -118,6 +127,31 @@ def test_the_end_of_an_answer_is_learned_where_the_target_ended_it(
     ends = [(e.tokens[-1], e.weights[-1]) for e in map(encoder.encode, samples)]
     assert len(found) == 5
     assert ends == [(EOS_ID, 1.0)] + [(EOS_ID, 0.0)] * 4
+
+
+def test_tokens_that_no_text_holds_are_learned_as_they_were_drawn(checkpoint, tmp_path):
+    """Parts of a character, and a word in more tokens than the tokenizer would take."""
+    tokenizer = load_tokenizer(checkpoint)
+    by_bytes = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+    ids = [by_bytes[bytes([byte])] for byte in (0xE2, 0x82, *b"the", 0xAC)]
+    text = tokenizer.decode(ids)
+    assert tokenizer.encode(text) != ids
+    record = {"parts": [{"text": text, "ids": ids}], "tokenizer": tokenizer.sha256}
+    found = encoded(record, tokenizer, tmp_path)
+    assert found.tokens.tolist()[1:-1] == ids
+    assert found.weights.tolist() == [0.0] + [1.0] * (len(ids) + 1)
+    for changes, message in (
+        ({"tokenizer": "0" * 64}, f"'ids' are of the tokenizer of sha256 {'0' * 64}, .* has "),
+        ({"parts": [{"text": "a", "ids": [tokenizer.vocab_size]}]}, "the vocabulary ends at "),
+    ):
+        with pytest.raises(DataError, match=message):
+            encoded({**record, **changes}, tokenizer, tmp_path)
+
+
+def encoded(record, tokenizer, folder):
+    (folder / "one.jsonl").write_text(json.dumps(record))
+    [sample] = read_samples(folder / "one.jsonl")
+    return SampleEncoder(tokenizer, None).encode(sample)
 
 
 def test_an_answer_that_failed_is_no_sample(checkpoint, tmp_path, monkeypatch):
@@ -149,6 +183,72 @@ def test_an_interrupted_run_leaves_no_half_file(checkpoint, tmp_path, monkeypatc
     monkeypatch.setattr(Engine, "generate", interrupted)
     assert regenerate(checkpoint, out, "--at-once", 2).exit_code != 0
     assert rounds == [2, 2]
-    assert [path.read_text() for path in tmp_path.iterdir()] == ([] if old is None else [old])
+    partial = tmp_path / "answers.jsonl.partial"
+    assert [path.read_text() for path in tmp_path.iterdir() if path != partial] == (
+        [] if old is None else [old]
+    )
+    monkeypatch.setattr(Engine, "generate", counted(rounds, generate))
+    result = regenerate(checkpoint, out, "--at-once", 2)
+    assert result.exit_code == 0, result.output
+    assert f"going on behind round 1 of 3 in {partial}" in result.stderr
+    assert rounds == [2, 2, 2, 1]
+    assert [path.name for path in tmp_path.iterdir()] == ["answers.jsonl"]
     monkeypatch.undo()
-    assert len(records(checkpoint, out, "--at-once", 2)) == 5
+    records(checkpoint, tmp_path / "whole.jsonl", "--at-once", 2)
+    assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def counted(rounds, generate):
+    def count(engine, requests):
+        rounds.append(len(requests))
+        return generate(engine, requests)
+
+    return count
+
+
+def test_what_another_command_began_is_not_mixed_in(checkpoint, tmp_path, monkeypatch):
+    out, generate = tmp_path / "answers.jsonl", Engine.generate
+    interrupted = iter([False, True])
+
+    def once(engine, requests):
+        if next(interrupted):
+            raise KeyboardInterrupt
+        return generate(engine, requests)
+
+    monkeypatch.setattr(Engine, "generate", once)
+    result = regenerate(checkpoint, out, "--at-once", 2)
+    assert result.exit_code == 130
+    assert f"1 rounds are in {out}.partial: the same command goes on there" in result.stderr
+    monkeypatch.undo()
+    before = (tmp_path / "answers.jsonl.partial").read_bytes()
+    result = regenerate(checkpoint, out, "--at-once", 2, "--temperature", 0.5)
+    assert result.exit_code == 2
+    assert "this one differs (temperature: 1.0, now 0.5); give the same options" in result.stderr
+    assert (tmp_path / "answers.jsonl.partial").read_bytes() == before
+
+
+def test_killed_and_started_again_it_writes_the_same_file(checkpoint, tmp_path):
+    """Whatever the moment: here behind the first round, then behind a later one."""
+    out = tmp_path / "answers.jsonl"
+    partial = tmp_path / "answers.jsonl.partial"
+    text = checkpoint.parent / "prompts.txt"
+    options = ["--prompts", "12", "--prompt-tokens", "8", "--max-tokens", "12", "--at-once", "1"]
+    words = ["dspark", "regenerate", checkpoint, "--text", text, "--out", out, *options]
+    command = [sys.executable, "-m", "openv41", *map(str, words)]
+    path = os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    for rounds in (1, 3):
+        child = subprocess.Popen(command, env=env, stderr=subprocess.PIPE)
+        while not partial.exists() or partial.read_bytes().count(b"\n") < 1 + rounds:
+            assert child.poll() is None, child.stderr.read()
+            time.sleep(0.002)
+        child.kill()
+        child.communicate()
+        assert not out.exists()
+    with partial.open("ab") as file:
+        file.write(b'["half of a rou')
+    assert run(*words).exit_code == 0
+    assert run(*words[: -len(options) - 1], tmp_path / "whole.jsonl", *options).exit_code == 0
+    assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert len(out.read_text().splitlines()) == 12
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["answers.jsonl", "whole.jsonl"]

@@ -45,7 +45,8 @@ def test_train_writes_a_model_of_its_tokenizer(data, tmp_path):
     result = invoke(data, out, "--heldout", str(data))
     assert result.exit_code == 0, result.stderr
     assert result.stdout == f"{out / 'checkpoint'}\n"
-    assert "2 steps, 64 tokens" in result.stderr
+    assert "2 steps, 64 tokens, 0.1" in result.stderr
+    assert " epochs of text, " in result.stderr
     assert "pretrain 2/2  loss 5." in result.stderr
     assert "pretrain 2  held-out text " in result.stderr
     [line] = [text for text in result.stderr.splitlines() if text.startswith("pretrain 2/2")]
@@ -97,7 +98,12 @@ def test_unknown_presets_and_data(data, tmp_path):
     assert "there is no preset 'huge'; choose one of tiny" in result.stderr
     result = invoke(tmp_path / "nowhere", tmp_path / "run")
     assert result.exit_code == 2
-    assert "nowhere" in result.stderr
+    assert "nowhere holds no token shards: there is no such folder; name a" in result.stderr
+    (tmp_path / "tokenizer").mkdir()
+    load_tokenizer(data).save(tmp_path / "tokenizer")
+    result = invoke(tmp_path / "tokenizer", tmp_path / "run")
+    assert result.exit_code == 2
+    assert "tokenizer holds no token shards: it has no index.json; name" in result.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -115,6 +121,7 @@ def test_posttraining_on_conversations(tmp_path):
     result = invoke(data, tmp_path / "run", *options, "--stages", "pretrain,posttrain")
     assert result.exit_code == 0, result.stderr
     assert "posttrain 4/4  loss" in result.stderr
+    assert f"0.10 epochs of text and 2.00 epochs of 1 sample(s) from {sft}, " in result.stderr
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     assert run["stages"]["posttrain"]["bounded_replay"] == "first_layer_full_window"
     assert run["stages"]["posttrain"]["expert_fp4"] is True
@@ -189,6 +196,7 @@ def test_a_run_goes_on_from_a_checkpoint_with_an_adapter_and_a_teacher(base, dat
     assert " frozen); 2 steps" in result.stderr
     record = json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[0])
     assert abs(record["distill_loss"]) < 1e-6
+    assert "  distill " in result.stderr
     adapter = tmp_path / "run" / "adapter.safetensors"
     words = ["convert", str(base), str(tmp_path / "merged"), "--to", "float32"]
     result = CliRunner().invoke(app, [*words, "--adapter", str(adapter)])

@@ -60,6 +60,21 @@ def test_text_alone_has_one_loss_and_one_load():
     assert "  load 1.2  " in text
 
 
+def test_beside_teachers_the_distance_to_them_is_shown():
+    text = line(losses={"text": 2.4}, distill_loss=0.5, tokens_per_second=987.6)
+    assert " loss 2.400 distill 0.5000 988 tok/s " in text
+    assert "distill" not in line()
+
+
+def test_drafts_are_said_to_be_measured_one_by_one(capsys):
+    held = {"acceptance": [0.64, 0.7], "tau": 2.09}
+    note_events(StepRecord(**{**fields(), "heldout_draft": held}))
+    assert capsys.readouterr().err == (
+        "posttrain 447033  held-out drafts: mean accepted length 2.09, "
+        "accepted if those before are 64% 70%\n"
+    )
+
+
 def test_a_contrastive_step_shows_what_was_found():
     text = line(losses={}, balance={}, retrieval=0.456, stage="vision", tokens_per_second=12_345.0)
     assert text == (

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from openv41.errors import InputError
-from openv41.io.checkpoint import load_model
+from openv41.io.checkpoint import load_model, save_model
 from openv41.io.compare import compare_tensors
 from openv41.io.fixture import (
     FixtureOptions,
@@ -19,6 +20,7 @@ from openv41.io.fixture import (
     make_fixture,
     toy_tokenizer,
 )
+from openv41.io.fixture_rules import check_draft_rules
 from openv41.io.hf_config import read_config, read_variant
 from openv41.io.tensor_files import read_metadata, read_tensors
 from openv41.io.token_classes import compress_vocabulary
@@ -70,6 +72,90 @@ def test_text_trace_agrees_with_the_float64_outputs(made):
     assert result.is_equal, result.first
     assert want["logits"].dtype == torch.float64
     assert want["logits"].std() > 0.5
+
+
+@pytest.mark.slow
+def test_drafts_agree_with_the_float64_outputs(made):
+    """And those behind a whole prompt are those of the decode that passes there."""
+    folder, _ = made
+    inputs = Inputs.read(folder / "inputs.safetensors")
+    model = load_model(folder / "checkpoint", dtype=torch.float32)
+    want = read_tensors(folder / "decode_f64.safetensors")
+    result = compare_tensors(want, run_case(model, inputs, "decode", "f32"), bounds="f32")
+    assert result.is_equal, result.first
+    prompts = read_tensors(folder / "prompts_f64.safetensors")
+    shared = [name for name in want if name.startswith("dspark")]
+    assert len(shared) == 4
+    row = want["positions"].tolist().index(int(prompts["prompt_lengths"][-1]) - 1)
+    for name in shared:
+        assert_close(name, prompts[name][-1], want[name][row], atol=1e-9)
+    biased = prompts["dspark_logits"].argmax(dim=-1)
+    assert torch.equal(biased, prompts["dspark_tokens"][:, 1:].long())
+    assert "`dspark_confidence` are logits too" in (folder / "README.md").read_text()
+
+
+def test_a_drafter_that_could_be_wrong_unseen_breaks_rules(made):
+    folder, rules = made
+    assert {"draft windows that are not": 4, "blocks that differ": 26}.items() <= {
+        rule.name: rule.value for rule in rules
+    }.items()
+    model = load_model(folder / "checkpoint", dtype=torch.float64)
+    decoded = read_tensors(folder / "decode_f64.safetensors")
+    tokens = decoded["dspark_tokens"].clone()
+    tokens[:, 1:] = decoded["dspark_base_logits"].argmax(dim=-1)
+    dull = {**decoded, "dspark_tokens": tokens[:1].expand(len(tokens), -1)}
+    dull["dspark_confidence"] = dull["dspark_confidence"].abs()
+    dull["dspark_base_logits"] = dull["dspark_base_logits"][:1].expand(len(tokens), -1, -1)
+    inputs = {"prompt_lengths": torch.tensor([7, 8, 9])}
+    broken = {
+        rule.name for rule in check_draft_rules(model, inputs, {"decode": dull}) if not rule.is_met
+    }
+    assert broken == {
+        "draft windows that are not",
+        "blocks that differ",
+        "drafts that the Markov bias changes",
+        "confidences on either side of a half",
+    }
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+def test_a_preset_gets_a_drafter_whose_tensors_come_back(tmp_path, quantised):
+    options = replace(SMALL, preset="tiny", drafter=True, quantised=quantised)
+    make_fixture(tmp_path / "x", options)
+    before = stored(tmp_path / "x" / "checkpoint")
+    drafter = {name for name in before if name.startswith("mtp.")}
+    config = read_config(tmp_path / "x" / "checkpoint")
+    assert {name.split(".")[1] for name in drafter} == {"0", "1", "2"}
+    assert "mtp.2.markov_head.embed.weight" in drafter
+    assert (config.dspark.num_stages, config.dspark.noise_token_id) == (3, 62)
+    model = load_model(tmp_path / "x" / "checkpoint")
+    variant = "released" if quantised else "bfloat16"
+    save_model(model, tmp_path / "again", variant=variant, companions={})
+    after = stored(tmp_path / "again")
+    assert after.keys() == before.keys()
+    for name, value in before.items():
+        assert (after[name].dtype, after[name].shape) == (value.dtype, value.shape), name
+        same = after[name].contiguous().view(torch.uint8) == value.contiguous().view(torch.uint8)
+        assert bool(same.all()), name
+
+
+def stored(checkpoint):
+    """Tensors of a checkpoint, as they are in its files."""
+    files = sorted(checkpoint.glob("*.safetensors"))
+    return {name: value for file in files for name, value in load_file(file).items()}
+
+
+def test_without_a_drafter_there_are_no_drafts(tmp_path):
+    options = replace(SMALL, drafter=False, outputs=True)
+    rules = make_fixture(tmp_path / "x", options)
+    assert not [rule.name for rule in rules if "draft" in rule.name]
+    assert not [name for name in stored(tmp_path / "x" / "checkpoint") if name.startswith("mtp.")]
+    for case in ("decode", "prompts"):
+        names = read_tensors(tmp_path / "x" / f"{case}_f64.safetensors")
+        assert "logits" in names
+        assert not [name for name in names if name.startswith("dspark")]
+    assert "dspark" not in (tmp_path / "x" / "README.md").read_text()
+    assert fixture_config(replace(SMALL, preset="tiny"))[0].dspark is None
 
 
 @pytest.mark.slow

@@ -331,6 +331,10 @@ def test_refusals_say_why():
     assert "300" in refuse(torch.randn(1, 1, 300, 8), weights, keys)
     too_many = indexer_triton.select_top_k.refuse(torch.empty(0, 1 << 20), None, 10_000)
     assert "10000" in too_many
+    q, table = torch.empty(1, 1, 2, 68, dtype=torch.uint8), torch.tensor([[0]])
+    rows, blocks = torch.empty(8, 68, dtype=torch.uint8), torch.tensor([[[0]]])
+    own = q, weights, rows, table, torch.tensor([[8]]), 8, 8, blocks, 8  # each query's candidates
+    assert packed_index_triton.packed_index_scores.refuse(*own) is None
     assert "60 and 68 bytes" in packed_index_triton.packed_index_scores.refuse(
         *(torch.empty(1, 1, 1, 60), weights, torch.empty(3, 68)), None, None, 1, 1
     )

@@ -15,13 +15,18 @@ from openv41.presets import NAMES, preset
 from openv41.train.sample_shards import prepare_sample_shards
 from openv41.train.samples import read_samples
 
+Tokenizer = Annotated[
+    Path,
+    typer.Option(help="Its folder; for chats and images one made with --prompt-format."),
+]
+
 
 def images(
     files: Annotated[
         list[Path], typer.Argument(help="JSONL or parquet files of image-text samples.")
     ],
     *,
-    tokenizer: Annotated[Path, typer.Option(help="Folder of the tokenizer.")],
+    tokenizer: Tokenizer,
     out: Annotated[Path, typer.Option(help="Folder to write.")],
     model: Annotated[
         str, typer.Option("--preset", help=f"The model that they are for, one of {NAMES}.")
@@ -42,7 +47,7 @@ def samples(
         list[Path], typer.Argument(help="JSONL or parquet files of conversations or documents.")
     ],
     *,
-    tokenizer: Annotated[Path, typer.Option(help="Folder of the tokenizer.")],
+    tokenizer: Tokenizer,
     out: Annotated[Path, typer.Option(help="Folder to write.")],
     max_tokens: Annotated[
         int, typer.Option(help="Samples longer than this are left out.", min=1)

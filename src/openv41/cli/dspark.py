@@ -67,7 +67,7 @@ def calibrate_command(
         show_line(
             f"draft {place + 1}: temperature {temperature:.2f}, calibration error "
             f"{found.error_before[place]:.1%} before, {found.error_after[place]:.1%} after, "
-            f"accepted {float((accepted > place).mean()):.1%}, "
+            f"accepted with all before it {float((accepted > place).mean()):.1%}, "
             f"AUROC {'unknown' if area is None else f'{area:.2f}'}"
         )
     show_line(f"{len(accepted)} rounds, mean accepted length {1 + accepted.mean():.2f}; {path}")

@@ -23,6 +23,12 @@ def fixture(
     vocab_size: Annotated[int | None, typer.Option(help="Instead of the preset's.")] = None,
     hidden_size: Annotated[int | None, typer.Option(help="Instead of the preset's.")] = None,
     num_experts: Annotated[int | None, typer.Option(help="Instead of the preset's.")] = None,
+    drafter: Annotated[
+        bool | None,
+        typer.Option(
+            "--drafter/--no-drafter", help="Tensors mtp.* too; else as the preset has a drafter."
+        ),
+    ] = None,
     outputs: Annotated[bool, typer.Option(help="Compute float64 outputs.")] = True,
 ) -> None:
     """Write a random checkpoint with tokenizer, inputs, outputs and README."""
@@ -35,6 +41,7 @@ def fixture(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_experts=num_experts,
+        drafter=drafter,
         outputs=outputs,
     )
     rules = make_fixture(folder, options)

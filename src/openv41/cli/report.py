@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from openv41.cli.run_plots import draw_run
-from openv41.cli.ui import show_line
+from openv41.cli.ui import GIVEN, show_line
 from openv41.errors import DataError
 from openv41.io.atomic import write_atomic
 from openv41.train.metrics import LOG_FILE, read_records
@@ -91,7 +91,7 @@ def _draft_rows(held: dict[str, Any]) -> dict[str, str]:
 
     return {
         "held-out drafts, mean accepted length": f"{held['tau']:.2f} with the bonus token",
-        "held-out drafts, acceptance by position": shares("acceptance"),
+        f"held-out drafts, {GIVEN}": shares("acceptance"),
         "held-out drafts, calibration error": shares("calibration_error"),
         "held-out drafts, AUROC": ", ".join(f"{value:.2f}" for value in held["auroc"]),
     }

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from openv41.cli.ui import GIVEN
 from openv41.errors import InputError
 from openv41.io.atomic import atomic_path
 from openv41.train.stages import DRAFT_STAGE
@@ -93,7 +94,7 @@ def _draw_drafts(figure: "Figure", records: Sequence[Record]) -> bool:
         points = [(r["tokens"], r["draft"]["acceptance"][place]) for r in found]
         _line(left, points, None, f"draft {place + 1}")
     left.set_ylim(0, 1)
-    _finish(left, "Acceptance in training", "share")
+    _finish(left, "Acceptance in training", GIVEN)
     held = [r["heldout_draft"] for r in found if "heldout_draft" in r]
     if not held:
         middle.set_axis_off()
@@ -102,12 +103,12 @@ def _draw_drafts(figure: "Figure", records: Sequence[Record]) -> bool:
     shares = held[-1]["acceptance"]
     middle.bar(range(1, len(shares) + 1), shares, color=COLOURS["all"])
     middle.set_ylim(0, 1)
-    _finish(middle, f"Held-out text: {held[-1]['tau']:.2f} per step", "accepted", legend=False)
+    _finish(middle, f"Held-out text: {held[-1]['tau']:.2f} per step", GIVEN, legend=False)
     middle.set_xlabel("draft")
     confidence, accepted, shares = zip(*held[-1]["reliability"], strict=True)
     right.plot((0, 1), (0, 1), color=COLOURS["text"], linewidth=0.8)
     right.scatter(confidence, accepted, s=[4 + 300 * s for s in shares], color=COLOURS["image"])
-    _finish(right, "Reliability", "accepted", legend=False)
+    _finish(right, "Reliability", GIVEN, legend=False)
     right.set_xlabel("confidence")
     return True
 

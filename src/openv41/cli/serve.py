@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import socket
 from pathlib import Path
 from typing import Annotated
 
@@ -115,19 +116,25 @@ def serve(
         cuda_graphs=cuda_graphs,
     )
     rounding, place = None if numerics is None else numerics.value, resolve_device(device)
-    engine = Engine.load(checkpoint, config=config, numerics=rounding, device=place)
-    schedule_verification(
-        engine, checkpoint, profile=dspark_profile, calibration=dspark_calibration
-    )
-    name = name or checkpoint.resolve().name
-    _serve(engine, name, limits, (host, port), api_key=api_key, allow_remote=allow_remote_images)
+    with _bind(host, port) as sock:  # before minutes of loading
+        engine = Engine.load(checkpoint, config=config, numerics=rounding, device=place)
+        files = {"profile": dspark_profile, "calibration": dspark_calibration}
+        schedule_verification(engine, checkpoint, **files)
+        name = name or checkpoint.resolve().name
+        _serve(engine, name, limits, sock, api_key=api_key, allow_remote=allow_remote_images)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    from openv41.server.run import bind  # noqa: PLC0415 -- an optional extra
+
+    return bind(host, port)
 
 
 def _serve(
     engine: Engine,
     name: str,
     limits: Limits,
-    address: tuple[str, int],
+    sock: socket.socket,
     *,
     api_key: str | None,
     allow_remote: bool,
@@ -147,8 +154,7 @@ def _serve(
     )
     serve_http(
         service,
-        host=address[0],
-        port=address[1],
+        sock,
         api_key=api_key,
         ready=lambda found: note(f"{name} is served at {found}/v1"),
     )

@@ -20,6 +20,7 @@ from openv41.train.loop import Run, StoppedError, Trainer
 from openv41.train.malloc import keep_freed_memory
 from openv41.train.processes import join
 from openv41.train.recipes import configure, without_data
+from openv41.train.sample_batches import SampleBatches
 from openv41.train.sample_shards import SampleShards
 from openv41.train.stages import RECIPES, SFT_STAGES, num_image_tokens, num_tokens
 
@@ -163,13 +164,9 @@ def _describe(trainer: Trainer) -> str:
     is_frozen_model = trainer.train.lora.rank or trainer.stage.trains_drafter
     why = "frozen" if is_frozen_model else "routing biases follow the load instead"
     rest = f" ({kept:,} {why})" if kept else ""
-    tokens, stages, images = num_tokens(trainer.run.stages), trainer.run.stages, ""
-    if trainer.run.sft is not None:
-        stages = tuple(stage for stage in stages if stage.name not in SFT_STAGES)
-    text = num_tokens(stages)
+    tokens, images = num_tokens(trainer.run.stages), ""
     if trainer.images is not None:
         images = f", {num_image_tokens(trainer.run.stages):,} of them for image-text samples"
-        text -= num_image_tokens(stages)
     others = trainer.stage.is_contrastive or trainer.stage.trains_drafter
     taught = trainer.train.indexer_loss or others
     indexer = "" if taught else ", the indexer's without a gradient"
@@ -181,6 +178,24 @@ def _describe(trainer: Trainer) -> str:
     return (
         f"{trained:,} parameters to train{stage}{rest}{indexer}{rests}; "
         f"{trainer.num_steps:,} steps, {tokens:,} tokens{images}, "
-        f"{text / trainer.shards.num_tokens:.2f} epochs of text, "
+        f"{_epochs(trainer)}, "
         f"{trainer.batches.padding:.0e} of a batch empty{from_step}"
     )
+
+
+def _epochs(trainer: Trainer) -> str:
+    """How often the run sees its text and its samples, whichever it has stages for."""
+    run, seen, has_images = trainer.run, [], trainer.images is not None
+    answering = [s for s in run.stages if run.sft is not None and s.name in SFT_STAGES]
+    reading = [stage for stage in run.stages if stage not in answering]
+    if reading:
+        text = num_tokens(reading) - (num_image_tokens(reading) if has_images else 0)
+        seen.append(f"{text / trainer.shards.num_tokens:.2f} epochs of text")
+    if run.sft is not None and answering:
+        samples, passes = SampleShards(run.sft, verify=False), 0.0
+        for stage in answering:
+            room = stage.train.batch_tokens - (stage.image_tokens if has_images else 0)
+            bins = SampleBatches(samples, bin_tokens=room, seed=stage.train.seed).bins
+            passes += stage.train.num_steps / len(bins)
+        seen.append(f"{passes:.2f} epochs of {len(samples):,} sample(s) from {run.sft}")
+    return " and ".join(seen)

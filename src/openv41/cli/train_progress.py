@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from rich.progress import Progress, TextColumn
 
-from openv41.cli.ui import err, note
+from openv41.cli.ui import GIVEN, err, note
 from openv41.train.loop import Report
 from openv41.train.metrics import StepRecord
 from openv41.train.stages import Stage, num_steps
@@ -56,7 +56,7 @@ def note_events(record: StepRecord) -> None:
     if record.heldout_draft is not None:
         shares = " ".join(f"{share:.0%}" for share in record.heldout_draft["acceptance"])
         length = record.heldout_draft["tau"]
-        note(f"{where}  held-out drafts: mean accepted length {length:.2f}, accepted {shares}")
+        note(f"{where}  held-out drafts: mean accepted length {length:.2f}, {GIVEN} {shares}")
     if record.spike:
         note(f"{where}  loss spike: {record.loss:#.4g}, far above the steps before it")
 
@@ -64,12 +64,14 @@ def note_events(record: StepRecord) -> None:
 def progress_line(record: StepRecord, num_steps: int, seconds_left: float) -> str:
     """Loss by modality, speed, learning rate, gradient norm, expert load, time left.
 
-    The load is the largest of an expert over the mean, in the worst layer, of each modality.
+    Beside teachers the reverse KL to them, which the losses by modality leave out. The load is the
+    largest of an expert over the mean, in the worst layer, of each modality.
     """
     losses = record.losses if len(record.losses) > 1 else {"loss": record.loss}
     fields = [
         f"{record.stage} {record.step}/{num_steps}",
         " ".join(f"{kind} {loss:#.4g}" for kind, loss in losses.items()),
+        "" if record.distill_loss is None else f"distill {record.distill_loss:#.4g}",
         f"{_short(record.tokens_per_second)} tok/s",
         _utilisation(record),
         f"lr {record.lr:.1e}".replace("e-0", "e-"),

@@ -16,6 +16,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
+# Of a draft: training measures each one by itself, the engine's figures count whole prefixes.
+GIVEN = "accepted if those before are"
 PIPED_WIDTH = 200  # columns of a table that goes into a file or another program
 
 out = Console(highlight=False)

@@ -33,18 +33,21 @@ from openv41.image_grid import TEXT, grid_of
 from openv41.io.atomic import atomic_folder
 from openv41.io.checkpoint import load_model
 from openv41.io.checkpoint_writer import write_checkpoint
-from openv41.io.fixture_rules import Rule, check_rules, readme
+from openv41.io.fixture_rules import Rule, check_draft_rules, check_rules, readme
 from openv41.io.image_processor import ProcessedImage
 from openv41.io.tensor_files import write_tensors
 from openv41.io.token_classes import compress_vocabulary
 from openv41.io.tokenizer import TOKENIZER_FILE
 from openv41.io.trace import GREEDY_TOKENS, run_case
+from openv41.io.trace_draft import DraftTrace
 from openv41.io.trace_inputs import Inputs
+from openv41.io.trace_values import as_stored, feed_tokens
 from openv41.io.weight_rows import Rows, Weight
 from openv41.layers.batch import Batch
+from openv41.model.cache import DenseStore
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.ngram_hash_constants import num_embeddings
-from openv41.presets import preset
+from openv41.presets import preset, with_drafter
 
 DEFAULT = "fixture"
 BATCH_SHAPE = (2, 64)
@@ -78,6 +81,7 @@ class FixtureOptions:
     vocab_size: int | None = None
     hidden_size: int | None = None
     num_experts: int | None = None
+    drafter: bool | None = None  # None: as the preset has one or none
     outputs: bool = True
 
 
@@ -102,8 +106,8 @@ def make_fixture(folder: Path, options: FixtureOptions) -> list[Rule]:
         write_tensors(partial / "inputs.safetensors", tensors, {"format": "pt"})
         if options.outputs:
             model = load_model(partial / "checkpoint", dtype=torch.float64)
-            rules = check_rules(model, tensors)
-            _write_outputs(model, partial, tensors)
+            found = _write_outputs(model, partial, tensors)
+            rules = check_rules(model, tensors) + check_draft_rules(model, tensors, found)
         (partial / "README.md").write_text(readme(options.seed, config, rules), encoding="utf-8")
     return rules
 
@@ -111,6 +115,8 @@ def make_fixture(folder: Path, options: FixtureOptions) -> list[Rule]:
 def fixture_config(options: FixtureOptions) -> tuple[ModelConfig, str]:
     """Configuration and tokenizer.json of a fixture: tokenizer, then its map, then the config."""
     config = _small(options.ties) if options.preset == DEFAULT else preset(options.preset)
+    if options.drafter is not None:
+        config = with_drafter(config) if options.drafter else replace(config, dspark=None)
     if options.vocab_size is not None and options.vocab_size < 64:
         raise InputError(f"vocab_size is {options.vocab_size}, must be at least 64")
     size = options.vocab_size or config.vocab_size
@@ -317,19 +323,38 @@ def _generator(seed: int, purpose: str) -> torch.Generator:
 
 def _write_outputs(
     model: CausalEncoderDecoder, folder: Path, tensors: Mapping[str, Tensor]
-) -> None:
+) -> Mapping[str, Mapping[str, Tensor]]:
+    """Write the outputs of every case; return them."""
     inputs = Inputs.read(folder / "inputs.safetensors")
     cases = ["prefill", "decode", "batch", *(["image"] if inputs.images else [])]
     found = {case: run_case(model, inputs, case, "f64") for case in cases}
-    ids = tensors["text_ids"].long()
-    lengths = tensors["prompt_lengths"].tolist()
-    last = [_logits(model, ids[:length], [length])[-1] for length in lengths]
-    found["prompts"] = {"prompt_lengths": tensors["prompt_lengths"], "logits": torch.stack(last)}
+    found["prompts"] = _answer_prompts(model, tensors)
     packed = _logits(model, tensors["packed_ids"].long(), tensors["packed_lengths"].tolist())
     found["packed"] = {"logits": packed}
     for case, values in found.items():
         about = {"format": "pt", "case": case, "numerics": "f64", "made_by": OURS}
         write_tensors(folder / f"{case}_f64.safetensors", values, about)
+    return found
+
+
+@torch.no_grad()
+def _answer_prompts(
+    model: CausalEncoderDecoder, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Logits of the last token of each prompt, and the drafts behind the likeliest next one."""
+    ids, lengths, last = tensors["text_ids"].long(), tensors["prompt_lengths"], []
+    drafted: list[dict[str, Tensor]] = []
+    for length in lengths.tolist():
+        store = DenseStore(model.config.compress_ratios)
+        logits, seen = feed_tokens(model, store, ids[:length], 0)
+        drafts = DraftTrace(model, store)
+        drafts.commit(ids[:length], 0, seen)
+        drafts.draft(logits, length)
+        last.append(logits)
+        drafted.append(drafts.tensors())
+    names = drafted[0]
+    traced = {name: as_stored(torch.cat([own[name] for own in drafted])) for name in names}
+    return {"prompt_lengths": lengths, "logits": torch.stack(last), **traced}
 
 
 @torch.no_grad()

@@ -49,11 +49,29 @@ def check_rules(model: CausalEncoderDecoder, tensors: Mapping[str, Tensor]) -> l
     return [Rule(name=n, value=float(v), at_least=float(least)) for n, v, least in found]
 
 
+def check_draft_rules(
+    model: CausalEncoderDecoder,
+    tensors: Mapping[str, Tensor],
+    outputs: Mapping[str, Mapping[str, Tensor]],
+) -> list[Rule]:
+    """Measure what the outputs exercise of a drafter; nothing where the model has none."""
+    if model.drafter is None:
+        return []
+    found = _drafts(model, tensors, outputs["decode"])
+    return [Rule(name=n, value=float(v), at_least=float(least)) for n, v, least in found]
+
+
 IMAGES_README = """
 `image_ids`: a text with two images, whose spans start at `image_starts`; `image_token_types` says
 what each token is (-1 text, 0 start, 1 image, 2 newline, 3 end); `image{k}.patches` and the grids
 of patches (`image_grids_vit`) and of merged cells (`image_grids_llm`), rows and columns. Their
 outputs are in `image_f64`."""
+
+DRAFTS_README = """
+The drafter, tensors `mtp.*` of the checkpoint, drafts greedily behind the likeliest next token: in
+`decode_f64` after each step, in `prompts_f64` behind each prefix, the shorter of which do not fill
+its window. `dspark_tokens` begin with that token; `dspark_base_logits` are without the Markov bias,
+`dspark_logits` with it; `dspark_confidence` are logits too."""
 
 Figures = Iterator[tuple[str, float, float]]
 
@@ -159,6 +177,26 @@ def _rounding(config: ModelConfig, seen: Mapping[str, Tensor]) -> Figures:
     yield "index key lanes at the largest FP4 code", largest, 1
 
 
+def _drafts(
+    model: CausalEncoderDecoder, tensors: Mapping[str, Tensor], decoded: Mapping[str, Tensor]
+) -> Figures:
+    dspark, window = model.config.dspark, model.config.attention.window_size
+    assert dspark is not None, "a drafter without sizes"
+    lengths = tensors["prompt_lengths"]
+    yield "stages of the drafter", dspark.num_stages, 2
+    yield "tokens of a block", dspark.block_size, 2
+    yield "layers that the drafter reads", len(dspark.target_layer_ids), 2
+    yield "experts of the drafter per chosen one", dspark.num_experts / dspark.top_k, 2
+    yield "draft windows that are full", int((lengths >= window).sum()), 2
+    yield "draft windows that are not", int((lengths < window).sum()), 2
+    tokens, confidence = decoded["dspark_tokens"], decoded["dspark_confidence"]
+    chosen, alone = tokens[:, 1:], decoded["dspark_base_logits"].argmax(dim=-1)
+    yield "blocks that differ", len(chosen.unique(dim=0)), 4
+    yield "drafts that the Markov bias changes", int((chosen != alone).sum()), 4
+    below = int((confidence < 0).sum())
+    yield "confidences on either side of a half", min(below, confidence.numel() - below), 4
+
+
 def _count_clamped(
     model: CausalEncoderDecoder,
 ) -> tuple[list[torch.utils.hooks.RemovableHandle], list[int]]:
@@ -178,6 +216,7 @@ def readme(seed: int, config: ModelConfig, rules: list[Rule]) -> str:
     """Text of the fixture's README."""
     lines = [f"- {'' if r.is_met else 'NOT MET: '}{r.name}: {r.value:g}" for r in rules]
     images = IMAGES_README if config.vision else ""
+    drafts = DRAFTS_README if config.dspark else ""
     measured = "\n".join(lines) or "- not measured: the fixture was made without outputs"
     return f"""# A random checkpoint with its inputs and outputs (seed {seed})
 
@@ -189,7 +228,7 @@ def readme(seed: int, config: ModelConfig, rules: list[Rule]) -> str:
 text; `packed_ids` with `packed_lengths`, documents that must not see each other.{images}
 
 `prefill_f64`, `decode_f64`, `batch_f64`: outputs under the names of the golden data; `prompts_f64`:
-logits of the last token of each prefix; `packed_f64`: logits of every packed token.
+logits of the last token of each prefix; `packed_f64`: logits of every packed token.{drafts}
 
 The outputs were computed by openv41's own model in float64 (rotary tables in float32, as the model
 defines them), without any rounding of caches or inputs. They are **not** an independent

@@ -100,7 +100,10 @@ class TextTokenizer:
     def special_id(self, text: str) -> int:
         """Id of a special token, by its spelling."""
         if text not in self._special:
-            raise InputError(f"{self.where} has no special token {text!a}")
+            raise InputError(
+                f"{self.where} has no special token {text!a}; 'openv41 tokenizer train' adds those "
+                "of chats and images with --prompt-format"
+            )
         return self._special[text]
 
     def has_special(self, text: str) -> bool:

@@ -1,21 +1,22 @@
 // Index scores of decoded queries from packed MXFP4 rows, on Hopper.
 //
-// A warp passes 16 rows at a time by the 32 heads of one query. Rows come by bulk copies into a ring
-// of its own. A row is unpacked to float16 under the power of two of its largest block: bytes of a
-// table, chosen by the codes themselves (prmt), are the upper bytes of the numbers; blocks below
-// 2^-22 of the largest are zero. Products are mma.m16n8k16 with float32 sums; the columns of a row
-// are permuted alike in keys and queries.
+// A warpgroup passes tiles of 64 entries by the 32 heads of one query; one more warp brings their
+// rows by bulk copies into a ring. A code becomes an E4M3 number, 2^-6 of its value, by shifts:
+// its bits eem behind its sign. Columns of keys and queries are permuted alike, into the order in which
+// words hold them. A product is over one block of 32 columns, the sums of which FP8's adders hold
+// exactly; then the four blocks of a key are added under their scales in float32. Those of a query
+// are part of its numbers, relative to the largest: exact down to 2^-14 of it.
 //
-// Per 16 rows of 32 heads: 1088 bytes, 131 kFLOP, about 240 instructions of a warp.
+// Per 64 entries of 32 heads: 4,352 bytes, 524 kFLOP, about 900 instructions of a warp.
 
-#include <cuda_runtime.h>
-
-#include <cstdint>
+#include "packed_rows.cuh"
 
 namespace {
 
-constexpr int kWarps = 4, kStages = 6, kWords = 17, kPiece = 8, kRows = 16;
-constexpr int kTop = 9;  // the largest block's scale becomes 2^9
+constexpr int kConsumers = 128, kThreads = kConsumers + 32;
+constexpr int kHeads = 32, kWords = kRowWords, kTile = 64, kPiece = 8, kPieces = kTile / kPiece;
+constexpr int kAhead = 32 / kPieces;  // tiles whose rows are looked up at once
+constexpr int kStages = 6, kPerSM = 3;
 
 struct Given {
     const uint32_t* q;
@@ -29,56 +30,19 @@ struct Given {
     int heads, tokens, width, per_page, blocks, table_is_wide;
 };
 
-__device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t s) {
-    uint32_t r;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(s));
-    return r;
-}
+// What lies where in shared memory.
+struct Shared {
+    uint8_t q[kHeads * 128];
+    uint32_t rows[kStages][kTile * kWords];
+    int entries[kStages][kPieces + 1];  // where pieces begin, -1: nowhere; how many pieces there are
+    float weights[kHeads];
+    uint64_t full[kStages], empty[kStages];
+};
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
-__device__ __forceinline__ int largest_byte(uint32_t x) {
-    const int a = x & 255, b = (x >> 8) & 255, c = (x >> 16) & 255, d = x >> 24;
-    return max(max(a, b), max(c, d));
-}
-
-// 2^(byte - 127 - kTop); NaN for 255.
-__device__ __forceinline__ float scale_of(int byte) {
-    if (byte == 255) return __int_as_float(0x7FC00000);
-    return __int_as_float(max(byte - kTop, 0) << 23);
-}
-
-// Upper bytes of the float16 numbers of eight codes: the even ones, the odd ones.
-__device__ __forceinline__ void unpack(uint32_t word, uint2 table, uint32_t& even, uint32_t& odd) {
-    const uint32_t sizes = word & 0x77777777u;
-    const uint32_t first = prmt(table.x, table.y, sizes);
-    const uint32_t second = prmt(table.x, table.y, sizes >> 16);
-    even = prmt(first, second, 0x6420) | ((word << 4) & 0x80808080u);
-    odd = prmt(first, second, 0x7531) | (word & 0x80808080u);
-}
-
-__device__ __forceinline__ uint32_t lower_pair(uint32_t x) { return prmt(x, 0, 0x1404); }
-__device__ __forceinline__ uint32_t upper_pair(uint32_t x) { return prmt(x, 0, 0x3424); }
-
-__device__ __forceinline__ void multiply(float* c, const uint32_t* a, const uint32_t* b) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-        "{%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-__device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n}"
-        :
-        : "r"(barrier), "r"(parity)
-        : "memory");
+// E4M3 numbers of a word's codes 0 2 4 6 and 1 3 5 7, at 2^-kRaised of their value.
+__device__ __forceinline__ void unpack(uint32_t word, uint32_t& even, uint32_t& odd) {
+    even = ((word << 2) & 0x1C1C1C1Cu) | ((word << 4) & 0x80808080u);
+    odd = ((word >> 2) & 0x1C1C1C1Cu) | (word & 0x80808080u);
 }
 
 // Row of the keys and number of the entry where a piece of eight entries begins; -1: none is seen.
@@ -100,157 +64,149 @@ __device__ __forceinline__ int2 find_piece(const Given& in, int query, int piece
     return make_int2(page * in.per_page + entry % in.per_page, entry);
 }
 
-__global__ void __launch_bounds__(kWarps * 32, 3) packed_scores(const Given in) {
-    __shared__ alignas(128) uint32_t ring[kWarps][kStages][kRows * kWords];
-    __shared__ uint2 table[256];
-    __shared__ uint64_t barriers[kWarps][kStages];
-    __shared__ int2 entries[kWarps][kStages];
+// The warp that brings tiles: a lane for each piece of a few of them.
+__device__ __forceinline__ void bring(const Given& in, Shared& shared, int query, int seen,
+                                      int begin, int end) {
+    constexpr int kBytes = kPiece * kWords * 4;
+    const int lane = threadIdx.x % 32, piece = lane % kPieces;
+    const bool is_whole = in.pools == nullptr && in.per_page % kTile == 0;  // a page holds tiles
+    int stage = 0, parity = 1;
+    int2 next = find_piece(in, query, kPieces * begin + lane, seen);
+    for (int tiles = begin; tiles < end; tiles += kAhead) {
+        const int2 found = next;
+        if (tiles + kAhead < end)
+            next = find_piece(in, query, kPieces * (tiles + kAhead) + lane, seen);
+        for (int i = 0; i < min(kAhead, end - tiles); i++) {
+            const bool own = lane / kPieces == i;
+            const int count = __popc(__ballot_sync(~0u, own && found.x >= 0));
+            const uint32_t full = shared_address(&shared.full[stage]);
+            wait(shared_address(&shared.empty[stage]), parity);
+            if (own) shared.entries[stage][piece] = found.y;
+            if (own && piece == 0) shared.entries[stage][kPieces] = count;
+            __syncwarp();
+            if (lane == 0) expect_bytes(full, count * kBytes);
+            if (own && found.x >= 0 && (piece == 0 || !is_whole))
+                start_bulk_copy(shared_address(&shared.rows[stage][piece * kPiece * kWords]),
+                                in.keys + static_cast<int64_t>(found.x) * kWords,
+                                is_whole ? count * kBytes : kBytes, full);
+            if (++stage == kStages) stage = 0, parity ^= 1;
+        }
+    }
+}
 
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+// The heads of a query as rows of E4M3 numbers, and their weights.
+__device__ __forceinline__ void place_query(const Given& in, Shared& shared, int query) {
+    const uint32_t* rows = in.q + static_cast<int64_t>(query) * in.heads * kWords;
+    for (int i = threadIdx.x; i < kHeads * (kWords - 1); i += kConsumers) {
+        const int head = i / (kWords - 1), at = i % (kWords - 1);
+        const uint32_t* row = rows + head * kWords;
+        const bool is_there = head < in.heads;
+        place_word(is_there ? row[at] : 0, is_there ? row[kWords - 1] : 0, at, head,
+                   shared.q + head * 128);
+    }
+    if (threadIdx.x < kHeads) {
+        const int head = threadIdx.x;
+        float weight = 0.f;
+        if (head < in.heads)
+            weight = in.weights[static_cast<int64_t>(query) * in.heads + head] *
+                     scale_of(largest_byte(rows[head * kWords + kWords - 1]));
+        shared.weights[head] = 0.5f * weight;  // of x + |x|
+    }
+    see_stores();
+    meet(1, kConsumers);
+}
+
+// Scores of two rows of a thread: its own eight heads.
+__device__ __forceinline__ void add_heads(const float (&d)[4][16], const uint32_t (&scales)[2],
+                                          const float (&weight)[8], float (&score)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float scale[4] = {__uint_as_float((scales[i] << 23) & 0x7F800000u),
+                                __uint_as_float((scales[i] << 15) & 0x7F800000u),
+                                __uint_as_float((scales[i] << 7) & 0x7F800000u),
+                                __uint_as_float((scales[i] >> 1) & 0x7F800000u)};
+        score[i] = 0.f;
+#pragma unroll
+        for (int n = 0; n < 8; n++) {
+            const int at = n / 2 * 4 + 2 * i + n % 2;
+            float x = d[0][at] * scale[0];
+#pragma unroll
+            for (int b = 1; b < 4; b++) x += d[b][at] * scale[b];
+            score[i] += weight[n] * (x + fabsf(x));
+        }
+    }
+}
+
+__global__ void __launch_bounds__(kThreads, kPerSM) packed_scores(const Given in) {
+    Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
     const int query = blockIdx.y;
-    for (int d = threadIdx.x; d < 256; d += kWarps * 32) {
-        const bool kept = d <= 22;
-        table[d].x = kept ? 0x62605C00u - d * 0x04040400u : 0u;
-        table[d].y = kept ? 0x6A686664u - d * 0x04040404u : 0u;
-    }
-    if (lane < kStages) {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(
-            shared_address(&barriers[warp][lane])));
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncthreads();
-
-    const int steps = (in.width + kRows - 1) / kRows;
-    const int warps = gridDim.x * kWarps;
-    const int each = (steps + warps - 1) / warps;
-    const int begin = (blockIdx.x * kWarps + warp) * each, end = min(begin + each, steps);
+    const int tiles = (in.width + kTile - 1) / kTile, each = (tiles + gridDim.x - 1) / gridDim.x;
+    const int begin = blockIdx.x * each, end = min(begin + each, tiles);
     if (begin >= end) return;
     const int seen = static_cast<int>(in.visible[query]);
-
-    int batch = begin;
-    int2 found = find_piece(in, query, 2 * begin + lane, seen);
-    auto request = [&](int step) {
-        if (step - batch == 16) {
-            batch = step;
-            found = find_piece(in, query, 2 * step + lane, seen);
-        }
-        const int from = 2 * (step - batch), stage = (step - begin) % kStages;
-        int row[2], entry[2];
-        for (int i = 0; i < 2; i++) {
-            row[i] = __shfl_sync(~0u, found.x, from + i);
-            entry[i] = __shfl_sync(~0u, found.y, from + i);
-        }
-        if (lane == 0) {
-            constexpr int bytes = kPiece * kWords * 4;
-            entries[warp][stage] = make_int2(entry[0], entry[1]);
-            const uint32_t barrier = shared_address(&barriers[warp][stage]);
-            const int expected = bytes * ((row[0] >= 0) + (row[1] >= 0));
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
-                         "r"(expected)
-                         : "memory");
-            for (int i = 0; i < 2; i++) {
-                if (row[i] < 0) continue;
-                const uint32_t to =
-                    shared_address(&ring[warp][stage][i * kPiece * kWords]);
-                const uint32_t* source = in.keys + static_cast<int64_t>(row[i]) * kWords;
-                asm volatile(
-                    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-                    "[%0], [%1], %2, [%3];" ::"r"(to),
-                    "l"(source), "r"(bytes), "r"(barrier)
-                    : "memory");
-            }
+    if (threadIdx.x < kStages) {
+        init_barrier(shared_address(&shared.full[threadIdx.x]), 1);
+        init_barrier(shared_address(&shared.empty[threadIdx.x]), kConsumers / 32);
+        show_barriers();
+        see_stores();
+    }
+    __syncthreads();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+    if (warp == kConsumers / 32) {
+        bring(in, shared, query, seen, begin, end);
+        return;
+    }
+    place_query(in, shared, query);
+    float weight[8];
+#pragma unroll
+    for (int n = 0; n < 8; n++) weight[n] = shared.weights[n / 2 * 8 + 2 * c + n % 2];
+    const uint64_t heads = describe(shared_address(shared.q));
+    float* out = in.out + static_cast<int64_t>(query) * in.width;
+    int stage = 0, parity = 0;
+    for (int tile = begin; tile < end; tile++) {
+        wait(shared_address(&shared.full[stage]), parity);
+        const uint32_t* rows = &shared.rows[stage][(warp * 16 + g) * kWords];
+        const int first = shared.entries[stage][2 * warp + c % 2];
+        const int present = shared.entries[stage][kPieces];
+        const uint32_t scales[2] = {rows[16], rows[8 * kWords + 16]};
+        uint32_t codes[4][4];
+#pragma unroll
+        for (int b = 0; b < 4; b++) {
+            unpack(rows[4 * b + c], codes[b][0], codes[b][2]);
+            unpack(rows[8 * kWords + 4 * b + c], codes[b][1], codes[b][3]);
         }
         __syncwarp();
-    };
-    for (int step = begin; step < min(begin + kStages, end); step++) request(step);
-
-    uint32_t q[4][8][2];
-    float weight[4][2];
-    const uint32_t* query_rows = in.q + static_cast<int64_t>(query) * in.heads * kWords;
-#pragma unroll
-    for (int n = 0; n < 4; n++) {
-        const int head = 8 * n + g;
-        const uint32_t* row = query_rows + head * kWords;
-        const uint32_t scales = head < in.heads ? row[16] : 0;
-        const int largest = largest_byte(scales);
-#pragma unroll
-        for (int b = 0; b < 4; b++) {
-            const uint32_t word = head < in.heads ? row[4 * b + c] : 0;
-            uint32_t even, odd;
-            unpack(word, table[largest - ((scales >> (8 * b)) & 255)], even, odd);
-            q[n][2 * b][0] = lower_pair(even);
-            q[n][2 * b][1] = upper_pair(even);
-            q[n][2 * b + 1][0] = lower_pair(odd);
-            q[n][2 * b + 1][1] = upper_pair(odd);
-        }
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-            const int own = 8 * n + 2 * c + j;
-            weight[n][j] = 0.f;
-            if (own < in.heads) {
-                const int byte = largest_byte(query_rows[own * kWords + 16]);
-                weight[n][j] = in.weights[query * in.heads + own] * scale_of(byte);
-            }
-        }
-    }
-
-    float* out = in.out + static_cast<int64_t>(query) * in.width;
-    for (int step = begin; step < end; step++) {
-        const int turn = step - begin, stage = turn % kStages;
-        wait(shared_address(&barriers[warp][stage]), (turn / kStages) & 1);
-        const uint32_t* rows[2] = {&ring[warp][stage][g * kWords],
-                                   &ring[warp][stage][(g + 8) * kWords]};
-        const int2 entry = entries[warp][stage];
-        int largest[2];
-        uint2 tables[2][4];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const uint32_t scales = rows[i][16];
-            largest[i] = largest_byte(scales);
-#pragma unroll
-            for (int b = 0; b < 4; b++)
-                tables[i][b] = table[largest[i] - ((scales >> (8 * b)) & 255)];
-        }
-        float sums[4][4] = {};
-#pragma unroll
-        for (int b = 0; b < 4; b++) {
-            uint32_t even[2], odd[2];
-#pragma unroll
-            for (int i = 0; i < 2; i++) unpack(rows[i][4 * b + c], tables[i][b], even[i], odd[i]);
-            const uint32_t first[4] = {lower_pair(even[0]), lower_pair(even[1]),
-                                       upper_pair(even[0]), upper_pair(even[1])};
-            const uint32_t second[4] = {lower_pair(odd[0]), lower_pair(odd[1]),
-                                        upper_pair(odd[0]), upper_pair(odd[1])};
-#pragma unroll
-            for (int n = 0; n < 4; n++) multiply(sums[n], first, q[n][2 * b]);
-#pragma unroll
-            for (int n = 0; n < 4; n++) multiply(sums[n], second, q[n][2 * b + 1]);
-        }
-        __syncwarp();  // the whole warp has read the stage
-        if (step + kStages < end) request(step + kStages);
+        if (lane == 0) arrive(shared_address(&shared.empty[stage]));
+        if (++stage == kStages) stage = 0, parity ^= 1;
         float score[2] = {0.f, 0.f};
+        if (present) {
+            float d[4][16];
 #pragma unroll
-        for (int n = 0; n < 4; n++) {
+            for (int b = 0; b < 4; b++) hold(codes[b]);  // all are there before the first product
+            begin_products();
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                score[i] += weight[n][0] * fmaxf(sums[n][2 * i], 0.f);
-                score[i] += weight[n][1] * fmaxf(sums[n][2 * i + 1], 0.f);
-            }
-        }
+            for (int b = 0; b < 4; b++) multiply_codes(d[b], codes[b], moved(heads, 32 * b));
+            end_products();
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            score[i] += __shfl_xor_sync(~0u, score[i], 1);
-            score[i] += __shfl_xor_sync(~0u, score[i], 2);
+            for (int b = 0; b < 4; b++) hold(d[b]);
+            add_heads(d, scales, weight, score);
         }
-        if (c < 2) {
-            const int first = c == 0 ? entry.x : entry.y, slot = step * kRows + c * 8 + g;
-            const float value = (c == 0 ? score[0] : score[1]) *
-                                scale_of(c == 0 ? largest[0] : largest[1]);
-            const bool known = first >= 0 && first + g < seen;
-            if (slot < in.width) out[slot] = known ? value : __int_as_float(0xFF800000);
-        }
+        // The quad's sum of one row, then of the other.
+        float sum = c % 2 ? score[1] : score[0];
+        sum += __shfl_xor_sync(~0u, c % 2 ? score[0] : score[1], 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        const uint32_t own = c % 2 ? scales[1] : scales[0];
+        if (((own & 0x7F7F7F7Fu) + 0x01010101u) & own & 0x80808080u)  // a scale of 255
+            sum = __int_as_float(0x7FC00000);
+        const int slot = tile * kTile + warp * 16 + c * kPiece + g;
+        if (c < 2 && slot < in.width)
+            out[slot] = first >= 0 && first + g < seen ? sum : __int_as_float(0xFF800000);
     }
+}
+
+cudaError_t launch(const Given& in, dim3 grid, void* stream) {
+    packed_scores<<<grid, kThreads, sizeof(Shared), static_cast<cudaStream_t>(stream)>>>(in);
+    return cudaGetLastError();
 }
 
 }  // namespace
@@ -274,10 +230,9 @@ extern "C" int packed_index_scores(const void* q, const float* weights, const vo
                       per_page,
                       blocks,
                       table_is_wide};
-    const int queries = batches * tokens, steps = (width + kRows - 1) / kRows;
-    const int wanted = (steps + kWarps - 1) / kWarps;
-    int each = programs / queries;  // rounded down: all run at once, a second wave would be short
-    each = each < 1 ? 1 : each > wanted ? wanted : each;
-    packed_scores<<<dim3(each, queries), kWarps * 32, 0, static_cast<cudaStream_t>(stream)>>>(in);
-    return static_cast<int>(cudaGetLastError());
+    const int queries = batches * tokens, wanted = (width + kTile - 1) / kTile;
+    const int each = programs / queries;  // rounded down: all run at once, a second wave is short
+    const unsigned blocks_of_query = each < 1 ? 1 : each > wanted ? wanted : each;
+    const dim3 grid = {blocks_of_query, static_cast<unsigned>(queries), 1};
+    return static_cast<int>(launch(in, grid, stream));
 }

@@ -35,7 +35,7 @@ def scores(  # noqa: PLR0917 -- those of packed_index_scores
     programs_per_sm: int = PROGRAMS_PER_SM,
 ) -> Tensor:
     """As ``packed_index_scores``; every query reads its own keys."""
-    batches, tokens, heads = q.shape[:3]
+    batches, tokens = q.shape[:2]
     out = torch.empty(batches, tokens, width, dtype=torch.float32, device=q.device)
     if not out.numel():
         return out
@@ -47,18 +47,40 @@ def scores(  # noqa: PLR0917 -- those of packed_index_scores
     assert library is not None, f"{SOURCE} is not to be had"
     count = torch.cuda.get_device_properties(q.device).multi_processor_count
     with torch.cuda.device(q.device):
-        status = library.packed_index_scores(
-            *(_pointer(x) for x in (q, weights, keys, table, visible, pools, out)),
-            ctypes.c_int64(table.stride(0)),
-            *(ctypes.c_int(n) for n in (heads, batches, tokens, width, per_page)),
-            ctypes.c_int(0 if pools is None else pools.shape[2]),
-            ctypes.c_int(int(table.dtype == torch.int64)),
-            ctypes.c_int(count * programs_per_sm),
-            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
-        )
+        stream = torch.cuda.current_stream().cuda_stream
+        parts = library, q, weights, keys, table, visible, per_page, pools, out, stream
+        status = call(*parts, programs=count * programs_per_sm)
     if status:
         raise RuntimeError(f"{SOURCE}: the launch failed with CUDA error {status}")
     return out
+
+
+def call(  # noqa: PLR0917
+    library: ctypes.CDLL,
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    table: Tensor,
+    visible: Tensor,
+    per_page: int,
+    pools: Tensor | None,
+    out: Tensor,
+    stream: int | None,
+    *,
+    programs: int,
+) -> int:
+    """Call the source; the CUDA error comes back."""
+    batches, tokens, heads = q.shape[:3]
+    code: int = library.packed_index_scores(
+        *(_pointer(x) for x in (q, weights, keys, table, visible, pools, out)),
+        ctypes.c_int64(table.stride(0)),
+        *(ctypes.c_int(n) for n in (heads, batches, tokens, out.shape[2], per_page)),
+        ctypes.c_int(0 if pools is None else pools.shape[2]),
+        ctypes.c_int(int(table.dtype == torch.int64)),
+        ctypes.c_int(programs),
+        ctypes.c_void_p(stream),
+    )
+    return code
 
 
 def _pointer(x: Tensor | None) -> ctypes.c_void_p:

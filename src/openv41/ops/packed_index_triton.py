@@ -1,7 +1,8 @@
 """The kernels of scores and choices from packed rows. Report §2.3.1, §2.4.4.
 
 A choice for many queries turns the keys into E4M3 numbers once and scores as many queries at a time
-as fit into WORKSPACE. 8192 queries by 131,072 entries are 8.8 TF, 6.7 ms at 1305 TFLOP/s.
+as fit into WORKSPACE; by the CUDA kernels where they can be had. 8192 queries by 131,072 entries
+are 8.8 TF, 6.7 ms at 1305 TFLOP/s.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -9,7 +10,7 @@ as fit into WORKSPACE. 8192 queries by 131,072 entries are 8.8 TF, 6.7 ms at 130
 import torch
 from torch import Tensor
 
-from openv41.ops import packed_index_cuda
+from openv41.ops import index_prefill_cuda, packed_index_cuda
 from openv41.ops._dispatch import kernel
 from openv41.ops.index_scores_triton import ROW_BYTES, dense_scores, packed_scores, to_fp8
 from openv41.ops.indexer_triton import choose_candidates, select_top_k
@@ -90,6 +91,12 @@ def packed_index_choice(
     chosen = torch.full((tokens, k), -1, dtype=torch.int64, device=device)
     pool = torch.full((tokens, blocks), -1, dtype=torch.int64, device=device)
     if not num_entries or not tokens:
+        return chosen, pool
+    if q.is_cuda and not index_prefill_cuda.refuse(q, keys, num_entries, k):
+        index_prefill_cuda.choose(
+            *(q, weights, keys, table, visible, per_page, num_entries),
+            *(chosen, pool, block_size, workspace),
+        )
         return chosen, pool
     key_codes, key_scales = to_fp8(keys, num_entries, table.contiguous(), per_page)
     piece = _queries_at_once(workspace - 132 * num_entries, num_entries, heads, k, blocks)

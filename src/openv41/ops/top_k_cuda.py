@@ -10,9 +10,13 @@ from torch import Tensor
 from openv41.ops.cuda_library import load
 
 SOURCE = "top_k.cu"
-CHUNK = 8192  # scores that a block thins, as in the source
-WHOLE = 16384  # scores that one block chooses from
-LEAST_KEPT, MOST_K = 1024, 2048
+WHOLE = 16384  # scores of a row that needs no groups
+HELD = 32768  # scores, or groups of them, that a block holds
+MOST_K = 2048
+PLACES, FEWER = 65536, 32768  # scores of chosen groups; fewer where k is above FEW
+FEW = 1024
+WIDTHS = (16, 32, 64, 128)  # of groups
+BLOCK = 256 * 4  # scores of a block that groups, for each load of a thread
 
 
 @cache
@@ -26,9 +30,20 @@ def refuse(scores: Tensor, k: int, allowed: Tensor | None) -> str | None:
     """Say what the kernels cannot take."""
     if scores.dtype != torch.float32 or allowed is not None or k > MOST_K:
         return f"scores are {scores.dtype}, k is {k}"
+    if width_of(scores.shape[1], k) is None:
+        return f"rows have {scores.shape[1]} scores"
     if torch.cuda.is_current_stream_capturing() and not library.cache_info().currsize:
         return "it is not compiled yet"
     return "it is not to be had" if library() is None else None
+
+
+def width_of(size: int, k: int) -> int | None:
+    """Scores of a group, so that few are read again; 0 without groups, None where none will do."""
+    if size <= WHOLE:
+        return 0
+    places = PLACES if k <= FEW else FEWER
+    fit = [w for w in WIDTHS if w * k <= places and -(-size // w) <= HELD]
+    return min(fit, key=lambda width: size // width + 1.4 * k * width, default=None)
 
 
 def choose(
@@ -40,37 +55,75 @@ def choose(
     return _choose(found, scores, k, visible)
 
 
+def fits_groups(size: int, width: int, k: int) -> bool:
+    """Whether rows of so many scores are chosen from groups of that width."""
+    return WHOLE < size <= width * HELD and width * k <= (PLACES if k <= FEW else FEWER)
+
+
+def choose_grouped(
+    scores: Float[Tensor, "T M"],
+    best: Float[Tensor, "T groups"],
+    visible: Int[Tensor, " T"],
+    out: Int[Tensor, "T K"],
+    width: int,
+) -> None:
+    """Choose where the best of each group of ``width`` scores, up to the last seen, is there."""
+    found = library()
+    assert found is not None, f"{SOURCE} is not to be had"
+    stream = torch.cuda.current_stream(scores.device).cuda_stream
+    with torch.cuda.device(scores.device):
+        status = call(
+            found, scores, visible, out, stream, k=out.shape[1], width=width, loads=0, best=best
+        )
+    if status:
+        raise RuntimeError(f"{SOURCE}: the launch failed with CUDA error {status}")
+
+
 def _choose(found: ctypes.CDLL, scores: Tensor, k: int, visible: Tensor | None) -> Tensor:
     values = scores if scores.stride(1) == 1 else scores.contiguous()
-    rows, size, ids = len(values), values.shape[1], None
-    out = torch.empty(rows, k, dtype=torch.int64, device=scores.device)
+    out = torch.empty(len(values), k, dtype=torch.int64, device=scores.device)
     if not out.numel():
         return out
     visible = None if visible is None else visible.long().contiguous()
-    kept = max(LEAST_KEPT, 2 * k)
-    stream = ctypes.c_void_p(torch.cuda.current_stream(scores.device).cuda_stream)
-    while size > WHOLE:
-        chunks = -(-size // CHUNK)
-        keys, places = torch.empty(
-            2, rows, chunks * kept, dtype=torch.int32, device=scores.device
-        ).unbind()
-        given = _pointers(values, ids, visible), ctypes.c_int64(values.stride(0))
-        sizes = (ctypes.c_int(n) for n in (rows, size, k, kept, chunks))
-        _check(found.top_k_thin(*given[0], given[1], *sizes, *_pointers(keys, places), stream))
-        values, ids, visible, size = keys, places, None, chunks * kept
-    sizes = (ctypes.c_int(n) for n in (rows, size, k))
-    given = _pointers(values, ids, visible), ctypes.c_int64(values.stride(0))
-    _check(found.top_k_choose(*given[0], given[1], *sizes, *_pointers(out), stream))
+    count = torch.cuda.get_device_properties(scores.device).multi_processor_count
+    width, many = width_of(values.shape[1], k), values.numel() > 8 * count * BLOCK * 4
+    stream = torch.cuda.current_stream(scores.device).cuda_stream
+    with torch.cuda.device(scores.device):
+        status = call(
+            found, values, visible, out, stream, k=k, width=width or 0, loads=8 if many else 4
+        )
+    if status:
+        raise RuntimeError(f"{SOURCE}: the launch failed with CUDA error {status}")
     return out
 
 
-def _pointers(*tensors: Tensor | None) -> list[ctypes.c_void_p]:
-    return [ctypes.c_void_p(None if x is None else x.data_ptr()) for x in tensors]
+def call(
+    found: ctypes.CDLL,
+    values: Tensor,
+    visible: Tensor | None,
+    out: Tensor,
+    stream: int | None,
+    *,
+    k: int,
+    width: int,
+    loads: int,
+    best: Tensor | None = None,
+) -> int:
+    """Call the source: groups of ``width`` scores, or 0; the CUDA error comes back."""
+    rows, size = values.shape
+    groups = -(-size // width) if width else 0
+    if width and best is None:
+        best = values.new_empty(rows, groups)
+    sizes = (ctypes.c_int(n) for n in (rows, size, k, groups, width, loads))
+    tensors = (_pointer(x) for x in (values, visible, best, out))
+    code: int = found.top_k_choose(
+        *tensors, ctypes.c_int64(values.stride(0)), *sizes, ctypes.c_void_p(stream)
+    )
+    return code
 
 
-def _check(status: int) -> None:
-    if status:
-        raise RuntimeError(f"{SOURCE}: the launch failed with CUDA error {status}")
+def _pointer(x: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if x is None else x.data_ptr())
 
 
 def _is_right(found: ctypes.CDLL) -> bool:

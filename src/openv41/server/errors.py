@@ -104,6 +104,8 @@ def _describe(problem: Mapping[str, Any], known: Sequence[str]) -> str:
     place = [str(part) for part in problem["loc"][1:]]
     if problem["type"] == "json_invalid":
         return "the body is no valid JSON"
+    if not place and problem["type"] == "model_attributes_type":
+        return "the body is no JSON object, or was sent without 'Content-Type: application/json'"
     if problem["type"] == "extra_forbidden":
         close = difflib.get_close_matches(place[-1], known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""

@@ -1,6 +1,7 @@
 """Run the server until it is asked to stop; running answers are finished first."""
 
 import asyncio
+import errno
 import logging
 import signal
 import socket
@@ -9,7 +10,7 @@ from types import FrameType
 
 import uvicorn
 
-from openv41.errors import OpenV41Error
+from openv41.errors import InputError, OpenV41Error
 from openv41.server.app import make_app
 from openv41.server.lifecycle import Lifecycle
 from openv41.server.streaming import Service
@@ -70,30 +71,62 @@ def make_server(service: Service, *, api_key: str | None = None) -> DrainingServ
     return DrainingServer(config, service.lifecycle, service.limits.drain_seconds)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Open the socket to serve on; port 0 takes a free one."""
+def bind(host: str, port: int) -> socket.socket:
+    """Take the address to serve on, where nothing listens yet; port 0 takes a free one.
+
+    Raises InputError if another program listens there.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.create_server((host, port), family=family, backlog=BACKLOG)
-    # Connections inherit it. asyncio sets it for sockets that name TCP as their protocol, and
-    # this one does not; without it a small piece waits for the word that the last one arrived.
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        # Connections inherit it. asyncio sets it for sockets that name TCP as their protocol, and
+        # this one does not; without it a small piece waits for the word that the last one arrived.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise _refused(host, port, error) from None
+    return sock
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Open the socket to serve on."""
+    sock = bind(host, port)
+    sock.listen(BACKLOG)
     return sock
 
 
 def serve(
     service: Service,
+    sock: socket.socket,
     *,
-    host: str,
-    port: int,
     api_key: str | None = None,
     ready: Callable[[str], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT; ``ready`` is told the address."""
-    with listen(host, port) as sock:
-        name = f"[{host}]" if ":" in host else host
-        server = make_server(service, api_key=api_key)
-        ready(f"http://{name}:{sock.getsockname()[1]}")
-        try:
-            server.run(sockets=[sock])
-        except SystemExit:  # uvicorn's word for a start that failed
-            raise OpenV41Error("the server did not start; the log above tells why") from None
+    """Serve on a bound socket until SIGTERM or SIGINT; ``ready`` is told the address."""
+    host, port = sock.getsockname()[:2]
+    server = make_server(service, api_key=api_key)
+    try:
+        sock.listen(BACKLOG)
+    except OSError as error:
+        raise _refused(host, port, error) from None
+    ready(f"http://{_address(host, port)}")
+    try:
+        server.run(sockets=[sock])
+    except SystemExit:  # uvicorn's word for a start that failed
+        raise OpenV41Error("the server did not start; the log above tells why") from None
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _refused(host: str, port: int, error: OSError) -> InputError:
+    reason, hint = error.strerror or str(error), "choose another address with --host and --port"
+    if error.errno == errno.EADDRINUSE:
+        reason = "another program listens there"
+        hint = "stop it, or choose another port with --port (0 takes a free one)"
+    return InputError(f"cannot serve on {_address(host, port)}: {reason}; {hint}")

@@ -214,7 +214,9 @@ class TrainConfig:
             )
         if sum(getattr(self, name) for name in phases) > self.tokens:
             listed = ", ".join(f"{name} ({getattr(self, name)})" for name in phases)
-            problems.append(f"{listed} together exceed tokens ({self.tokens})")
+            problems.append(
+                f"{listed} together exceed tokens ({self.tokens}); {self._shorter_phases()}"
+            )
         if self.decay not in ("linear", "cosine"):
             problems.append(f"decay is {self.decay!r}, must be linear or cosine")
         if self.indexer_teacher not in ("own", "mean"):
@@ -228,6 +230,13 @@ class TrainConfig:
             problems.append(f"final_lr_factor is {self.final_lr_factor}, must be from 0 to 1")
         if problems:
             raise ConfigError("train", problems)
+
+    def _shorter_phases(self) -> str:
+        """What to do where the phases of the schedule do not fit into the run."""
+        rest = self.tokens - self.hold_tokens - self.tail_tokens
+        if rest > 0:
+            return f"warm up for less, as with --set warmup_tokens={rest // 20}"
+        return "set smaller hold_tokens and tail_tokens"
 
     @property
     def rounding(self) -> NumericsConfig:

@@ -17,7 +17,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from openv41.config import ModelConfig, as_dict
-from openv41.errors import ConfigError, DataError, InputError, OpenV41Error
+from openv41.errors import ConfigError, DataError, InputError
 from openv41.io.atomic import write_atomic
 from openv41.io.checkpoint import save_model
 from openv41.io.checkpoint_hash import checkpoint_hash
@@ -25,13 +25,9 @@ from openv41.io.checkpoint_writer import read_companions
 from openv41.io.tokenizer import load_tokenizer
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder
 from openv41.train.balance import measure_balance
-from openv41.train.checkpoint import FOLDER as RESUME_FOLDER
 from openv41.train.checkpoint import (
     Checkpoints,
     Description,
-    State,
-    describe_differences,
-    has_run,
     put,
     put_encoder,
     restore,
@@ -53,6 +49,7 @@ from openv41.train.optimizer import Optimizers
 from openv41.train.packed_batch import PackedBatch
 from openv41.train.placement import ExpertPlacement, distribute
 from openv41.train.processes import ALONE, Processes
+from openv41.train.run_folder import RUN_FILE, RunFolder
 from openv41.train.sample_batches import PairBatches, SampleBatches
 from openv41.train.sample_shards import SampleShards
 from openv41.train.spikes import SpikeWatch, read_losses
@@ -64,7 +61,6 @@ from openv41.train.token_shards import INDEX_FILE, TokenShards
 from openv41.train.utilisation import FlopCounter
 from openv41.train.wandb_log import WandbLog
 
-RUN_FILE = "run.json"
 MODEL_FOLDER = "checkpoint"  # the trained model, in the format's plain float32 variant
 ADAPTER_FILE = "adapter.safetensors"  # of a run with LoRA, beside the merged model
 
@@ -130,7 +126,8 @@ class Trainer:
             has_teachers=bool(run.teachers),
         )
         self.checkpoints = Checkpoints(run.out, run.processes)
-        state = self._find_state(resume=resume)
+        self.folder = RunFolder(run.out, run.processes, self.description)
+        state = self.folder.find_state(self.checkpoints, resume=resume)
         self.shards = TokenShards(run.data)
         self.tokenizer = load_tokenizer(run.data)
         self.shards.check_tokenizer(self.tokenizer)
@@ -158,7 +155,13 @@ class Trainer:
         SIGINT and SIGTERM end the run after the step at hand, or the next that is not skipped, with
         StoppedError.
         """
-        run, steps = self.run, self.num_steps
+        with self.folder.hold():
+            self._fit(report)
+            self.checkpoints.finish()
+            return self._export(self.run.out / MODEL_FOLDER)
+
+    def _fit(self, report: Report) -> None:
+        steps = self.num_steps
         with self._open_log() as writer, stop_signals() as received:
             while self.step < steps:
                 record = self._advance()
@@ -177,15 +180,12 @@ class Trainer:
             if self.skipped:  # the last steps
                 self._check_finite()
                 self.save()
-        self.checkpoints.finish()
-        return self._export(run.out / MODEL_FOLDER)
 
     def _open_log(self) -> AbstractContextManager[RunLog | None]:
         """The log of the run, which the first process writes."""
         if not self.processes.is_first:
             return nullcontext()
         out, described = self.run.out, json.dumps(self.description, indent=2)
-        out.mkdir(parents=True, exist_ok=True)
         write_atomic(out / RUN_FILE, described.encode() + b"\n")
         sinks: list[Sink] = []
         if self.run.wandb is not None:
@@ -358,54 +358,6 @@ class Trainer:
             put_encoder(tensors, self.optimizer)
         else:
             put(tensors, self.optimizer)
-
-    def _find_state(self, *, resume: bool) -> State | None:
-        """Where the run goes on, as the first process finds it; None at its beginning."""
-        found: State | OpenV41Error | str | None = None
-        if self.processes.is_first:
-            try:
-                found = self._look_for_state(resume=resume)
-            except OpenV41Error as error:
-                found = error
-        told = self.processes.gather(str(found) if isinstance(found, OpenV41Error) else found)[0]
-        if isinstance(found, OpenV41Error):
-            raise found
-        if isinstance(told, str):
-            raise OpenV41Error(told)
-        state: State | None = told
-        return state
-
-    def _look_for_state(self, *, resume: bool) -> State | None:
-        out = self.run.out
-        has_begun = has_run(out) or (out / LOG_FILE).exists()
-        if self.processes.is_restart and not resume:  # torchrun started the command once more
-            resume = has_begun and self._is_own(out / RUN_FILE)
-        if not resume:
-            if has_begun:
-                raise InputError(
-                    f"{out} holds a run already; add --resume to go on with it, or name a new "
-                    "folder"
-                )
-            return None
-        if not has_begun:
-            files = f"{LOG_FILE} and no {RESUME_FOLDER}/step-*"
-            found = f"there is no {files}" if out.is_dir() else "there is no such folder"
-            raise InputError(
-                f"{out} holds no run to resume: {found}; name the folder of a run, or leave out "
-                "--resume to start a new one there"
-            )
-        state = self.checkpoints.newest()
-        if state is None:
-            logger.warning("%s holds no checkpoint yet; the run starts from the beginning", out)
-        elif problems := describe_differences(state.description, self.description):
-            raise ConfigError(f"{out} cannot be resumed: it is another run", problems)
-        return state
-
-    def _is_own(self, file: Path) -> bool:
-        """Whether a folder's description is that of this run."""
-        return file.exists() and json.loads(file.read_bytes()) == json.loads(
-            json.dumps(self.description)
-        )
 
     def _open_images(self, seed: int) -> SampleBatches | PairBatches | None:
         if self.run.images is None:

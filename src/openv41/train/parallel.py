@@ -7,6 +7,7 @@ biases are the same in every process. A gradient is the sum over all processes: 
 losses by what all of them count. A run of one process does not import this file.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -82,6 +83,9 @@ def share(model: StageModel, processes: Processes, experts: ExpertPlacement) -> 
     owned = set(_give_owners(model, processes, experts))
     copied = {p for name, p in model.named_parameters() if _is_copied(name)}
     mesh = init_device_mesh(processes.device.type, (processes.size,))
+    # A layer hands on views (its coefficients), and nothing works on them in place: gradients are
+    # those of one process, see tests/train/test_parallel.py.
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPLayer\) returned a view")
     for unit in (*model.layers, model.head, model):
         fully_shard(unit, mesh=mesh, ignored_params=owned | copied)
     register_fsdp_forward_method(model.head, "loss")

@@ -4,11 +4,11 @@ A run without torchrun has one process, for which all of this does nothing.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from openv41.errors import InputError, LostProcessError, OpenV41Error
 
 CPU = torch.device("cpu")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+T = TypeVar("T")
 TIMEOUT = timedelta(minutes=10)  # for a process that no longer answers
 
 
@@ -79,6 +80,24 @@ class Processes:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
+
+    def ask_first(self, look: Callable[[], T]) -> T | None:
+        """What the first process finds, which alone looks; None in the others.
+
+        Its OpenV41Error is raised in all of them.
+        """
+        found, problem = None, None
+        if self.is_first:
+            try:
+                found = look()
+            except OpenV41Error as error:
+                problem = error
+        told = self.gather(None if problem is None else str(problem))[0]
+        if problem is not None:
+            raise problem
+        if told is not None:
+            raise OpenV41Error(told)
+        return found
 
     def rows(self, count: int) -> tuple[int, int]:
         """First and last + 1 of ``count`` rows that this process holds."""

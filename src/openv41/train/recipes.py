@@ -19,6 +19,7 @@ from openv41.prompt.tokens import IMAGE
 from openv41.train.config import TrainConfig
 from openv41.train.overrides import apply_settings, field_paths, parse_settings, unknown_path
 from openv41.train.stages import DRAFT_STAGE, ENCODER_STAGES, RECIPES, Stage, check_names
+from openv41.train.token_shards import require_index
 
 FROM_TOKENIZER = ("vocab_size", "engram.compressed_vocab_size")
 NO_TOKEN = 129264  # the released image token, outside any small vocabulary
@@ -42,6 +43,7 @@ def configure(
     made with its tokenizer.
     """
     check_names(stages, has_base=isinstance(source, Path))
+    require_index(data)
     tokenizer, changes = load_tokenizer(data), parse_settings(settings)
     if isinstance(source, Path):
         model = _of_checkpoint(source, data, tokenizer, images=images)

@@ -51,13 +51,29 @@ class SampleEncoder:
         weight = 0.0
         for part in sample.parts:
             if isinstance(part, TextPart):
-                new, weight = self.tokenizer.encode(part.text), part.weight
+                new, weight = self._text(part, sample.tokenizer), part.weight
             else:
                 images.append(self._image(part))
                 new, weight = [self.image_token_id] * images[-1].grid.span_length, 0.0
             ids += new
             weights += [weight] * len(new)
         return self._sample([*ids, EOS_ID], [*weights, weight], images)
+
+    def _text(self, part: TextPart, tokenizer: str | None) -> list[int]:
+        """Its tokens: those that it came with, or of its text."""
+        if part.ids is None:
+            return self.tokenizer.encode(part.text)
+        own = self.tokenizer
+        if tokenizer != own.sha256:
+            raise DataError(
+                f"its 'ids' are of the tokenizer of sha256 {tokenizer}, {own.where} has "
+                f"{own.sha256}; take the other --tokenizer, or leave out 'ids'"
+            )
+        if wrong := [token for token in part.ids if token >= own.vocab_size]:
+            raise DataError(f"'ids' hold {wrong[0]}, the vocabulary ends at {own.vocab_size - 1}")
+        if self.image_token_id in part.ids:
+            raise DataError(f"'ids' hold {self.image_token_id}, which only an image stands for")
+        return list(part.ids)
 
     def _conversation(
         self, conversation: Conversation, message_weights: Sequence[float]

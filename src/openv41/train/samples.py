@@ -12,6 +12,9 @@ a list of parts. Beside them may stand the request's ``tools``, ``thinking``, ``
 ``drop_thinking`` and ``response_format``; without the second and third the model thinks if a
 message has ``reasoning_content``.
 
+A text of a document may have its token ``ids`` beside it, which are then taken as they are, such as
+those that a model drew; the record names their ``tokenizer`` by its sha256.
+
 In a document every text is learned unless its ``loss`` is false; in a conversation the last answer,
 and every one whose ``loss`` is true. The ``weight`` of a text or message, times that of its record,
 is how much each of its tokens counts in the loss; a message that has one is learned.
@@ -39,10 +42,11 @@ FIELDS = (
 
 @dataclass(frozen=True)
 class TextPart:
-    """A text, and how much each of its tokens counts in the loss."""
+    """A text, and how much each of its tokens counts in the loss; perhaps these tokens too."""
 
     text: str
     weight: float = 1.0
+    ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Sample:
     parts: tuple[Part, ...] = ()
     conversation: Conversation | None = None
     weights: tuple[float, ...] = ()
+    tokenizer: str | None = None  # sha256 of that of the parts' ids
 
 
 def read_samples(file: Path) -> Iterator[Sample]:
@@ -128,12 +133,16 @@ def _sample(record: object, where: str, folder: Path) -> Sample:
     parts = record.get("parts")
     if "image" in record:
         parts = [{"image": record["image"]}, {"text": record.get("text")}]
-    return Sample(where, parts=_parts(parts, where, folder, weight))
+    read, tokenizer = _parts(parts, where, folder, weight), record.get("tokenizer")
+    has_ids = any(isinstance(part, TextPart) and part.ids is not None for part in read)
+    if has_ids and not isinstance(tokenizer, str):
+        raise DataError(f"{where}: 'ids' need their 'tokenizer' in the record, by its sha256")
+    return Sample(where, parts=read, tokenizer=tokenizer if has_ids else None)
 
 
 def _check_names(record: Mapping[str, Any], where: str) -> None:
     """Refuse what looks like a field of a sample and is none; other fields are not ours."""
-    known = (*FORMS, *SETTINGS, "text", "weight")
+    known = (*FORMS, *SETTINGS, "text", "weight", "tokenizer")
     for name in record:
         like = get_close_matches(name, known, n=1, cutoff=0.8)
         if name not in known and (like or name == "loss"):
@@ -175,6 +184,8 @@ def _entry(turn: Mapping[str, Any], where: str, folder: Path) -> dict[str, Any]:
             blocks.append({"type": "image", "image": part})
         elif part.weight != 1:
             raise DataError(f"{where}: 'loss' and 'weight' belong to the message, not to its parts")
+        elif part.ids is not None:
+            raise DataError(f"{where}: 'ids' stand in documents, not in messages")
         else:
             blocks.append({"type": "text", "text": part.text})
     return entry | {"content": blocks}
@@ -229,12 +240,21 @@ def _parts(parts: object, where: str, folder: Path, weight: float = 1.0) -> tupl
 
 
 def _part(part: object, where: str, folder: Path, weight: float) -> Part:
-    filled = _filled(part, ("text", "image", "loss", "weight", "type"), "part", where)
+    filled = _filled(part, ("text", "ids", "image", "loss", "weight", "type"), "part", where)
     if isinstance(text := filled.get("text"), str) and "image" not in filled:
-        return TextPart(text, _times(weight, _weight(filled, where), where))
+        own = _times(weight, _weight(filled, where), where)
+        return TextPart(text, own, _ids(filled.get("ids"), where))
     if "image" in filled and "text" not in filled:
         return _image(filled["image"], where, folder)
     raise DataError(f"{where}: a part holds a 'text' or an 'image', found {sorted(filled)}")
+
+
+def _ids(ids: object, where: str) -> tuple[int, ...] | None:
+    if ids is None:
+        return None
+    if isinstance(ids, Sequence) and all(type(token) is int and token >= 0 for token in ids):
+        return tuple(ids)
+    raise DataError(f"{where}: 'ids' must be a list of token ids, whole numbers from 0")
 
 
 def _image(image: object, where: str, folder: Path) -> ImagePart:

@@ -108,6 +108,16 @@ def prepare_shards(
     return TokenShards(out, verify=False)
 
 
+def require_index(folder: Path) -> None:
+    """Raise DataError where a folder of token shards is not there, or is none."""
+    if not (folder / INDEX_FILE).is_file():
+        found = f"it has no {INDEX_FILE}" if folder.is_dir() else "there is no such folder"
+        raise DataError(
+            f"{folder} holds no token shards: {found}; name a folder that 'openv41 data prepare' "
+            "has written"
+        )
+
+
 def _write_folder(
     files: Sequence[Path],
     tokenizer: TextTokenizer,
