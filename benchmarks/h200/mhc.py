@@ -18,27 +18,42 @@ TRIED = {
         "Triton in two launches 822 us, in one 1149 us; CUDA C++ in tiles of 128 tokens by 128 "
         "numbers, whose programs wait at a counter, 652 us. Clusters of 16 blocks that keep their "
         "slice's weights in registers and exchange sums through each other's shared memory, 325 "
-        "us: without the products 240, which is what a mere copy in the same pattern takes on the "
-        "112 processors of the 7 clusters that fit. DRAM moves 0.97 of the floor's bytes; a warp "
-        "executes about 1,350 instructions per 16 tokens by 32 numbers, 170 us at full rate. No "
-        "difference: two stages for three, streaming stores, prefetches of L2, the squares by "
-        "products or by sums. Slower: rows by bulk copies and operands by ldmatrix 418, half of "
-        "the weights in shared memory 368 (339 with the next tile fetched before the products), "
-        "the next tile's copies issued before the products 400, which is the row's figure; it was "
-        "taken back since. "
-        "Next: wgmma on 64 tokens, a third of the products' time, with the weights in shared "
-        "memory."
+        "us: 7 of them fit, on 112 of 132 processors. Now 8 groups of 16 blocks that exchange "
+        "sums through memory, weights in shared memory, no barrier of the block, two warps for "
+        "all that the others would wait for: 260 us, 254 for a mere copy in the same pattern, 258 "
+        "without the products, 277 with 7 groups. Slower: a warp for each tile, which walks along "
+        "the slice, 323 (16 slices, 6 warps) to 351 (32 slices, 12 warps), whatever it computes; "
+        "the warps of a block in step 269; norms awaited one tile later instead of two 295; slices "
+        "of rows prefetched to L2 by bulk copies of 640 B 356, line by line 267, whole rows by "
+        "bulk copies two tiles ahead 268, three ahead 260 (none 264); L2 sectors by 64 or 256 B "
+        "instead of 128 278, 270. DRAM moves 0.99 of the floor's bytes and is busy 65% of the "
+        "time. A lane's 16 bytes of 8 rows ask L2 for halves of lines. Next: whole lines for each "
+        "row, with a tensor map or by two warps together, in both directions."
     ),
     "mega_mhc T=1 d=5120 n=4": (
-        "Triton 20.2 us; CUDA C++ with a counter 26.5 us; in a cluster 13.5 us, of which an empty "
-        "launch is 4.3, the weights 2.1, the coefficients 2.4 (1.6 with approximate reciprocals, "
-        "A and C by another warp), the products 0.9, the exchange 0.5. Bulk copies of the weights "
-        "save 0.9 us, of the rows cost 1.5; leaving the balance early at its fixed point: no "
-        "difference."
+        "Triton 20.2 us; CUDA C++ with a counter 26.5 us; a cluster that also went through many "
+        "tiles 13.5 us; one for a tile alone, its coefficients by a warp of its own, half of the "
+        "numbers for each warp and B by a second cluster 11.5; this row. Since then 10.8, without "
+        "a first pass over the coefficients' code. Of 13,300 cycles at 1.98 GHz 3,900 go by until "
+        "all copies are asked for, 1,800 for the update, 3,000 for the products, 1,100 for the "
+        "exchange, 3,100 for the coefficients; an empty launch is 4.3 us. One cluster instead of "
+        "two 13.1; 10 warps of twice the numbers 12.7; weights by bulk copies of 1,280 B 12.9: "
+        "either way they come at about 32 B a cycle for each block of a cluster, which share a "
+        "GPC. A loop over shuffles under a condition took 3,000 cycles. All processors with "
+        "partial sums in memory: 7.7 us for 2 MB, sums and last block alone."
+    ),
+    "mega_mhc T=8 d=5120 n=4": (
+        "As T=1: 14.0 us before, 12.5 in this run's variants, 11.8 without the first pass."
     ),
     "mega_mhc T=64 d=5120 n=4": (
-        "Triton 25.9 us; in clusters of 16 blocks, one tile of 16 tokens each, 15.6 us; weights "
-        "by bulk copies 16.9 us."
+        "Triton 25.9 us; clusters that went through many tiles, one of 16 tokens each, 15.6 to "
+        "15.8 us; for a tile alone 16.5, without the first pass over the coefficients' code 16.0: "
+        "8 clusters for B and the rest do not fit, and 64 processors do the work of 64 tokens. "
+        "With weights by bulk copies 14.8 (10 warps of twice the numbers) to 16.8."
+    ),
+    "mega_mhc T=256 d=5120 n=4": (
+        "In clusters 26.6 us, in the groups of many tokens 22: from 113 tokens on they are faster "
+        "(128 tokens 18.6 for 21.1, 1,024 44 for 57, 4,096 139 for 171)."
     ),
 }
 NAMES = ("x", "y", "b", "c", "a", "fn", "base", "scale", "norm")

@@ -1,7 +1,7 @@
 """The streams between two blocks in CUDA C++, for the released number of streams. Report §2.4.1.
 
 Numbers moved per token, of bf16: (2 N + 2) D forward, in one launch at any number of
-tokens; (3 N + 3) D in the gradients of the streams.
+tokens, of which many need counters set to zero; (3 N + 3) D in the gradients of the streams.
 """
 
 import ctypes
