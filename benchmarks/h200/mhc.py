@@ -32,24 +32,23 @@ TRIED = {
     ),
     "mega_mhc T=1 d=5120 n=4": (
         "Triton 20.2 us; CUDA C++ with a counter 26.5 us; a cluster that also went through many "
-        "tiles 13.5 us; one for a tile alone, its coefficients by a warp of its own, half of the "
-        "numbers for each warp and B by a second cluster 11.5; this row. Since then 10.8, without "
-        "a first pass over the coefficients' code. Of 13,300 cycles at 1.98 GHz 3,900 go by until "
-        "all copies are asked for, 1,800 for the update, 3,000 for the products, 1,100 for the "
-        "exchange, 3,100 for the coefficients; an empty launch is 4.3 us. One cluster instead of "
-        "two 13.1; 10 warps of twice the numbers 12.7; weights by bulk copies of 1,280 B 12.9: "
-        "either way they come at about 32 B a cycle for each block of a cluster, which share a "
-        "GPC. A loop over shuffles under a condition took 3,000 cycles. All processors with "
-        "partial sums in memory: 7.7 us for 2 MB, sums and last block alone."
+        "tiles 13.5 us. A cluster for a tile alone, coefficients by a warp of its own, B by a "
+        "second cluster: 12.0 with weights by bulk copies, of which a barrier's worth of shuffles "
+        "under a condition, 3,000 cycles, has been taken out since; 11.5 with 20 warps whose lanes "
+        "copy them, 10.8 without a first pass over the coefficients' code, 12.7 with 10 warps; one "
+        "cluster instead of two 13.1. An empty launch is 4.3 us; of 13,300 cycles at 1.98 GHz "
+        "3,900 went by until all copies were asked for, 1,800 for the update, 3,000 for the "
+        "products, 1,100 for the exchange, 3,100 for the coefficients. Weights come at about 32 B "
+        "a cycle to each block, however they are asked for: the blocks of a cluster share a GPC. "
+        "All processors, sums through memory: 7.7 us for 2 MB and the last block's sums alone."
     ),
     "mega_mhc T=8 d=5120 n=4": (
-        "As T=1: 14.0 us before, 12.5 in this run's variants, 11.8 without the first pass."
+        "As T=1: 14.0 us before; bulk copies 12.6, copies by lanes 12.5 and 11.8."
     ),
     "mega_mhc T=64 d=5120 n=4": (
-        "Triton 25.9 us; clusters that went through many tiles, one of 16 tokens each, 15.6 to "
-        "15.8 us; for a tile alone 16.5, without the first pass over the coefficients' code 16.0: "
-        "8 clusters for B and the rest do not fit, and 64 processors do the work of 64 tokens. "
-        "With weights by bulk copies 14.8 (10 warps of twice the numbers) to 16.8."
+        "Triton 25.9 us; clusters that went through many tiles, 15.6 to 15.8 us. For a tile alone, "
+        "as T=1: bulk copies 14.8, copies by lanes 16.5 and 16.0. 8 clusters for B and the rest do "
+        "not fit, and 64 processors do the work of 64 tokens."
     ),
     "mega_mhc T=256 d=5120 n=4": (
         "In clusters 26.6 us, in the groups of many tokens 22: from 113 tokens on they are faster "

@@ -30,9 +30,9 @@ cudaError_t launch(const Args &args, int groups, cudaStream_t stream) {
 template <bool kHasY>
 cudaError_t launch(const Args &args, int parts, cudaStream_t stream) {
   gridDim = {unsigned(kRanks * parts * ((args.tokens + kTile - 1) / kTile)), 1, 1};
-  const int warps = args.dim / kRanks / kWidth;
-  const auto bytes = sizeof(Memory) + warps * sizeof(Weights);
-  run_clusters(warps * 32 + 32, bytes, [&] { boundary<kHasY>(args, parts); });
+  const unsigned width = args.dim / kRanks;
+  const auto bytes = sizeof(Memory) + kStreams * kMixes * (width + kPad) * sizeof(float);
+  run_clusters(width + 32, bytes, [&] { boundary<kHasY>(args, parts); });
   return 0;
 }
 """,

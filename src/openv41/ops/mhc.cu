@@ -1,10 +1,10 @@
 // The streams between two blocks, for few tokens, in one launch. Report §2.4.1, Eq. (6).
 //
 // For N = 4 streams of bf16. The 16 thread blocks of a cluster own a sixteenth of D each of a tile of
-// 16 tokens. A warp owns 16 numbers of the rows: lane 4 g + q holds numbers 4 q to 4 q + 3 of rows g
-// and g + 8, which is what the tensor core's operand wants if the numbers are taken in that order. It
-// copies its weights to shared memory itself, and takes them as two bf16 each, which leaves out less
-// than 2^-17 of a weight.
+// 16 tokens. A warp owns 32 numbers of the rows: lane 4 g + q holds numbers 8 q to 8 q + 7 of rows g
+// and g + 8, which is what the tensor core's operand wants if the numbers are taken in that order.
+// Weights come as bulk copies, a stream after the other, and are taken as two bf16 each, which leaves
+// out less than 2^-17 of a weight.
 //
 // The sums of a token go to the block that computes its coefficients, one for each token, and the
 // squares of the collapsed rows to all. Where there are clusters enough, one of two predicts B only,
@@ -14,23 +14,18 @@
 
 namespace {
 
-using Numbers = uint2;
-
 constexpr int kRanks = 16;
-constexpr int kPer = sizeof(Numbers) / 2, kWidth = 4 * kPer;  // numbers of a lane, of a warp
-constexpr int kMostWarps = 320 / kWidth;                      // and one for the coefficients
+constexpr int kMostWarps = 10;     // and one for the coefficients
 constexpr int kSums = kMixes + 2;  // of a token: the mixes, the squares of h and of the streams
+constexpr int kPad = 4;            // floats behind a row of weights, for the banks
 
-struct Memory {  // of a block; behind it one Weights for each warp
+struct Memory {  // of a block; behind it weights [kStreams, kMixes, dim / kRanks + kPad]
   float4 given[kTile][kRowParts];
+  float norm[kMostWarps * 32];
   float parts[kMostWarps][kTile][kSums];
   float inbox[kRanks][kSums];      // of the own token, by rank
   float h_squares[kTile][kRanks];  // of all tokens
-  alignas(16) uint64_t sums;       // a barrier
-};
-
-struct Weights {
-  float4 rows[kStreams][3][kPer / 4][32];
+  alignas(16) uint64_t weights[kStreams], sums;  // barriers
 };
 
 struct Own {  // what is this lane's
@@ -43,7 +38,8 @@ __device__ __forceinline__ Own own_part(const Args &args, int parts) {
   Own own;
   own.warp = threadIdx.x / 32, own.lane = threadIdx.x % 32;
   own.g = own.lane / 4, own.q = own.lane % 4, own.rank = cluster_rank();
-  own.d = own.rank * (args.dim / kRanks) + own.warp * kWidth + own.q * kPer;
+  own.width = args.dim / kRanks;
+  own.d = own.rank * own.width + own.warp * 32 + own.q * 8;
   const int cluster = static_cast<int>(blockIdx.x) / kRanks;
   own.first = (parts == 1 ? cluster : cluster / 2) * kTile;
   own.tokens = args.tokens - own.first < kTile ? args.tokens - own.first : kTile;
@@ -52,24 +48,34 @@ __device__ __forceinline__ Own own_part(const Args &args, int parts) {
   return own;
 }
 
-// The copies of this lane's weights on their way, a group for each stream.
-__device__ __forceinline__ void fetch_weights(const Args &args, Weights &weights, const Own &own) {
-  const float *from = args.fn + (1ll * own.g * kStreams * args.dim + own.d);
-#pragma unroll
-  for (int m = 0; m < kStreams; ++m, from += args.dim) {
-#pragma unroll
-    for (int n = 0; n < 3; ++n) {
-      const float *at = from + 8ll * n * kStreams * args.dim;
-#pragma unroll
-      for (int k = 0; k < kPer / 4; ++k)
-        if (own.predicts[n]) copy_async(&weights.rows[m][n][k][own.lane], at + 4 * k, true);
-    }
-    commit_copies();
+__device__ __forceinline__ void set_up_barriers(Memory &memory, const Own &own) {
+  const int rows = (own.predicts[0] ? 8 : 0) + (own.predicts[1] ? 16 : 0);
+  const int floats = own.tokens * kRanks + (own.rank < own.tokens ? kRanks * kSums : 0);
+  for (int m = 0; m < kStreams; ++m) set_up(&memory.weights[m], 1);
+  set_up(&memory.sums, 1);
+  show_set_up();
+  for (int m = 0; m < kStreams; ++m) expect(&memory.weights[m], rows * own.width * 4);
+  expect(&memory.sums, floats * 4);
+}
+
+// The copies of the weights on their way, a warp's share by one lane.
+__device__ __forceinline__ void fetch_weights(const Args &args, Memory &memory, const Own &own) {
+  const int first = own.predicts[0] ? 0 : 8, rows = (own.predicts[1] ? kMixes : 8) - first;
+  float *weights = reinterpret_cast<float *>(&memory + 1);
+  int row = own.warp, m = 0;
+  while (true) {
+    while (row >= rows) row -= rows, ++m;
+    if (m >= kStreams) break;
+    const long long place = 1ll * (first + row) * kStreams + m;
+    copy_bulk(weights + (m * kMixes + first + row) * (own.width + kPad),
+              args.fn + (place * args.dim + own.rank * own.width), own.width * 4,
+              &memory.weights[m]);
+    row += blockDim.x / 32 - 1;
   }
 }
 
 struct Rows {  // of a lane: two of a tile
-  Numbers x[2][kStreams], y[2], h[2];
+  uint4 x[2][kStreams], y[2], h[2];
 };
 
 // The coefficients that the rows were given.
@@ -97,9 +103,9 @@ __device__ __forceinline__ void read_rows(const Args &args, const Own &own, Rows
     const uint16_t *from = args.x + (token * args.x_token + own.d);
 #pragma unroll
     for (int n = 0; n < kStreams; ++n, from += args.x_stream)
-      rows.x[r][n] = __ldg(reinterpret_cast<const Numbers *>(from));
+      rows.x[r][n] = __ldg(reinterpret_cast<const uint4 *>(from));
     if (kHasY)
-      rows.y[r] = __ldg(reinterpret_cast<const Numbers *>(args.y + (token * args.y_token + own.d)));
+      rows.y[r] = __ldg(reinterpret_cast<const uint4 *>(args.y + (token * args.y_token + own.d)));
   }
 }
 
@@ -116,39 +122,36 @@ __device__ __forceinline__ void advance_rows(const Args &args, const Memory &mem
     uint16_t *to = args.new_x + ((1ll * own.first + row) * kStreams * args.dim + own.d);
 #pragma unroll
     for (int m = 0; m < kStreams; ++m, to += args.dim)
-      __stcg(reinterpret_cast<Numbers *>(to), rows.x[r][m]);
-  }
-}
-
-template <int kStream>
-__device__ __forceinline__ void add_products(const Weights &weights, const Own &own,
-                                             const Rows &rows, Sums &sums,
-                                             float (&of_small)[3][4]) {
-  const Numbers &up = rows.x[0][kStream], &down = rows.x[1][kStream];
-  multiply(sums.upper, up, down, up);
-  if (own.tokens > 8) multiply(sums.lower, up, down, down);
-  wait_for_copies<kStreams - 1 - kStream>();
-#pragma unroll
-  for (int n = 0; n < 3; ++n) {
-    if (!own.predicts[n]) continue;
-    float4 of_lane[kPer / 4];
-#pragma unroll
-    for (int k = 0; k < kPer / 4; ++k) of_lane[k] = weights.rows[kStream][n][k][own.lane];
-    Numbers large, small;
-    split(of_lane, large, small);
-    multiply(sums.mixes[n], up, down, large);
-    multiply(of_small[n], up, down, small);
+      __stcg(reinterpret_cast<uint4 *>(to), rows.x[r][m]);
   }
 }
 
 // The products with the weights, a stream when it is there.
-__device__ __forceinline__ void add_products(const Weights &weights, const Own &own,
-                                             const Rows &rows, Sums &sums) {
+__device__ __forceinline__ void add_products(Memory &memory, const Own &own, const Rows &rows,
+                                             Sums &sums) {
   float of_small[3][4] = {};
-  add_products<0>(weights, own, rows, sums, of_small);
-  add_products<1>(weights, own, rows, sums, of_small);
-  add_products<2>(weights, own, rows, sums, of_small);
-  add_products<3>(weights, own, rows, sums, of_small);
+  const float *weights = reinterpret_cast<const float *>(&memory + 1) +
+                         (own.g * (own.width + kPad) + own.warp * 32 + own.q * 8);
+#pragma unroll
+  for (int m = 0; m < kStreams; ++m) {
+    multiply(sums.upper, rows.x[0][m], rows.x[1][m], rows.x[0][m]);
+    if (own.tokens > 8) multiply(sums.lower, rows.x[0][m], rows.x[1][m], rows.x[1][m]);
+  }
+#pragma unroll
+  for (int m = 0; m < kStreams; ++m) {
+    await_turn(&memory.weights[m], 0);
+#pragma unroll
+    for (int n = 0; n < 3; ++n) {
+      if (!own.predicts[n]) continue;
+      const float4 *from =
+          reinterpret_cast<const float4 *>(weights + (m * kMixes + 8 * n) * (own.width + kPad));
+      const float4 eight[2] = {from[0], from[1]};
+      uint4 large, small;
+      split(eight, large, small);
+      multiply(sums.mixes[n], rows.x[0][m], rows.x[1][m], large);
+      multiply(of_small[n], rows.x[0][m], rows.x[1][m], small);
+    }
+  }
 #pragma unroll
   for (int k = 0; k < 12; ++k) sums.mixes[k / 4][k % 4] += of_small[k / 4][k % 4];
 }
@@ -185,7 +188,10 @@ __device__ __forceinline__ void send(Memory &memory, const Own &own) {
 }
 
 __device__ __forceinline__ void normalise(const Args &args, const Memory &memory, const Own &own,
-                                          const Rows &rows, const float *norm) {
+                                          const Rows &rows) {
+  const float4 *weights =
+      reinterpret_cast<const float4 *>(memory.norm + own.warp * 32 + own.q * 8);
+  const float4 norm[2] = {weights[0], weights[1]};
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = own.g + 8 * r;
@@ -194,7 +200,7 @@ __device__ __forceinline__ void normalise(const Args &args, const Memory &memory
     if (row >= own.tokens) continue;
     const float inverse = rsqrtf(fmaf(total, args.over_dim, args.norm_eps));
     uint16_t *to = args.h + ((1ll * own.first + row) * args.dim + own.d);
-    __stcg(reinterpret_cast<Numbers *>(to), normalised(rows.h[r], inverse, norm));
+    __stcg(reinterpret_cast<uint4 *>(to), normalised(rows.h[r], inverse, &norm[0].x));
   }
 }
 
@@ -248,13 +254,8 @@ __global__ void __launch_bounds__((kMostWarps + 1) * 32, 1)
   Memory &memory = *reinterpret_cast<Memory *>(whole);
   const Own own = own_part(args, parts);
   if (own.warp == static_cast<int>(blockDim.x) / 32 - 1) {
-    if (own.lane == 0) {
-      set_up(&memory.sums, 1);
-      show_set_up();
-      const int floats = own.tokens * kRanks + (own.rank < own.tokens ? kRanks * kSums : 0);
-      expect(&memory.sums, floats * 4);
-    }
-    __syncwarp();
+    if (own.lane == 0) set_up_barriers(memory, own);
+    __syncthreads();
     const float base = own.lane < kMixes ? __ldg(args.base + own.lane) : 0;
     const float scale = __ldg(args.scale + (own.lane < 4 ? 0 : own.lane < 8 ? 1 : 2));
     cluster_arrive();
@@ -267,39 +268,39 @@ __global__ void __launch_bounds__((kMostWarps + 1) * 32, 1)
       own_coefficients(args, own, fmaf(own_mix(args, memory, own), scale, base));
     return;
   }
-  cluster_arrive();
-  Weights &weights = reinterpret_cast<Weights *>(&memory + 1)[own.warp];
   fetch_given<kHasY>(args, memory, own);
   Rows rows;
   read_rows<kHasY>(args, own, rows);
-  fetch_weights(args, weights, own);
-  float norm[kPer];
-#pragma unroll
-  for (int k = 0; k < kPer; ++k) norm[k] = weight_of(args.norm, args.norm_is_bf16, own.d + k);
+  const float norm = weight_of(args.norm, args.norm_is_bf16, own.rank * own.width + threadIdx.x);
+  __syncthreads();
+  if (own.lane == 0) fetch_weights(args, memory, own);
+  __syncwarp();
+  cluster_arrive();
   Sums sums = {};
-  wait_for_copies<kStreams>();
+  memory.norm[threadIdx.x] = norm;
+  wait_for_copies<0>();
   __syncthreads();
   advance_rows<kHasY>(args, memory, own, rows, sums);
-  add_products(weights, own, rows, sums);
+  add_products(memory, own, rows, sums);
   leave(memory, own, sums);
   cluster_wait();
   __syncthreads();
   send(memory, own);
   await_turn(&memory.sums, 0);
-  if (own.predicts[0]) normalise(args, memory, own, rows, norm);
+  if (own.predicts[0]) normalise(args, memory, own, rows);
 }
 
 template <bool kHasY>
 cudaLaunchConfig_t configure(int dim, cudaLaunchAttribute *attribute) {
   const auto kernel = boundary<kHasY>;
-  const int warps = dim / kRanks / kWidth, bytes = sizeof(Memory) + warps * sizeof(Weights);
+  const int bytes = sizeof(Memory) + kStreams * kMixes * (dim / kRanks + kPad) * sizeof(float);
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   attribute->id = cudaLaunchAttributeClusterDimension;
   attribute->val.clusterDim.x = kRanks;
   attribute->val.clusterDim.y = attribute->val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(kRanks), config.blockDim = dim3(warps * 32 + 32);
+  config.gridDim = dim3(kRanks), config.blockDim = dim3(dim / kRanks + 32);
   config.dynamicSmemBytes = bytes;
   config.attrs = attribute, config.numAttrs = 1;
   return config;

@@ -37,15 +37,10 @@ Args args_of(void *const *pointers, const long long *sizes, float eps, float nor
   return args;
 }
 
-// A lane's numbers of a row: 4 or 8 of bf16.
-template <class Numbers>
-constexpr int kPairs = sizeof(Numbers) / 4;
-
-// Two bf16 of each weight.
-template <class Numbers>
-__device__ __forceinline__ void split(const float4 *weights, Numbers &large, Numbers &small) {
+// Two bf16 of each of eight weights.
+__device__ __forceinline__ void split(const float4 (&weights)[2], uint4 &large, uint4 &small) {
 #pragma unroll
-  for (int w = 0; w < kPairs<Numbers>; ++w) {
+  for (int w = 0; w < 4; ++w) {
     const float first = (&weights[w / 2].x)[w % 2 * 2], second = (&weights[w / 2].x)[w % 2 * 2 + 1];
     const uint32_t pair = pack(first, second);
     (&large.x)[w] = pair;
@@ -53,15 +48,15 @@ __device__ __forceinline__ void split(const float4 *weights, Numbers &large, Num
   }
 }
 
-// Numbers of one token: the streams become the new ones, ``h`` is what they collapse to.
-template <bool kHasY, class Numbers>
-__device__ __forceinline__ void advance(const float4 *given, Numbers (&x)[kStreams],
-                                        const Numbers &y, Numbers &h, float &h_square) {
+// Eight numbers of one token: the streams become the new ones, ``h`` is what they collapse to.
+template <bool kHasY>
+__device__ __forceinline__ void advance(const float4 *given, uint4 (&x)[kStreams], const uint4 &y,
+                                        uint4 &h, float &h_square) {
   const float4 a = given[0], c = given[1];
   const float4 b[kStreams] = {given[2], given[3], given[4], given[5]};
   const float *as = &a.x, *cs = &c.x;
 #pragma unroll
-  for (int w = 0; w < kPairs<Numbers>; ++w) {
+  for (int w = 0; w < 4; ++w) {
     float first[kStreams], second[kStreams], h_first = 0, h_second = 0;
 #pragma unroll
     for (int n = 0; n < kStreams; ++n) {
@@ -108,11 +103,10 @@ __device__ __forceinline__ void squares_of(const Sums &sums, int g, float2 (&squ
   squares[1] = make_float2(sum_of_four(sums.h_square[1]), odd ? sums.lower[3] : sums.lower[2]);
 }
 
-template <class Numbers>
-__device__ __forceinline__ Numbers normalised(const Numbers &h, float inverse, const float *norm) {
-  Numbers out;
+__device__ __forceinline__ uint4 normalised(const uint4 &h, float inverse, const float *norm) {
+  uint4 out;
 #pragma unroll
-  for (int w = 0; w < kPairs<Numbers>; ++w) {
+  for (int w = 0; w < 4; ++w) {
     const uint32_t pair = (&h.x)[w];
     (&out.x)[w] = pack(low(pair) * inverse * norm[2 * w], high(pair) * inverse * norm[2 * w + 1]);
   }

@@ -48,9 +48,10 @@ __device__ __forceinline__ void set_up(uint64_t *barrier, uint32_t arrivals) {
                : "memory");
 }
 
-// What has been set up is seen by the other blocks that arrive.
+// What has been set up is seen by copies and by the other blocks of the cluster.
 __device__ __forceinline__ void show_set_up() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // An arrival; the turn ends when that many bytes have been sent here, too.
@@ -74,6 +75,16 @@ __device__ __forceinline__ void await_turn(uint64_t *barrier, uint32_t parity) {
         : "r"(address_of(barrier)), "r"(parity)
         : "memory");
   } while (!done);
+}
+
+// Part of a row on its way to shared memory, by the copy engine; multiples of 16 bytes.
+__device__ __forceinline__ void copy_bulk(void *to, const void *from, uint32_t bytes,
+                                          uint64_t *barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          address_of(to)),
+      "l"(from), "r"(bytes), "r"(address_of(barrier))
+      : "memory");
 }
 
 // A row on its way to L2; a copy engine that is asked for a few hundred bytes at a time falls behind.

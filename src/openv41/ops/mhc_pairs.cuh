@@ -34,11 +34,6 @@ __device__ __forceinline__ void multiply(float (&sum)[4], uint32_t a0, uint32_t 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ void multiply(float (&sum)[4], const uint2 &upper, const uint2 &lower,
-                                         const uint2 &weight) {
-  multiply(sum, upper.x, lower.x, upper.y, lower.y, weight.x, weight.y);
-}
-
 __device__ __forceinline__ void multiply(float (&sum)[4], const uint4 &upper, const uint4 &lower,
                                          const uint4 &weight) {
   multiply(sum, upper.x, lower.x, upper.y, lower.y, weight.x, weight.y);
