@@ -62,6 +62,8 @@ class Arms:
         every, scheduled = (Engine(none.model, none.tokenizer, drafting) for _ in range(2))
         schedule_verification(scheduled, checkpoint)
         self.engines = {"none": none, "scheduled": scheduled, "verify all": every, "again": none}
+        for engine in (none, scheduled, every):
+            engine.capture_steps()
 
 
 def clock_of(device: str) -> Callable[[], float]:
@@ -85,7 +87,7 @@ def prepare(checkpoint: Path, text: Path, options: argparse.Namespace) -> Iterat
     engine = drafting_engine(checkpoint, most, context + 400, None, options.device)
     prompts = held_out_prompts(checkpoint, text, options.prompts, context)
     rounds = Rounds(*record_confidences(engine, answers_of(prompts, 64)))
-    where = Surroundings.of(engine.model)
+    where = Surroundings.of(engine.model, graphs=engine.decode is not None)
     save_calibration(
         checkpoint / CALIBRATION_FILE, calibrate(rounds.logits, rounds.accepted), where
     )
@@ -103,8 +105,8 @@ def synchronize(engine: Engine) -> None:
 
 def measure(checkpoint: Path, text: Path, options: argparse.Namespace) -> Iterator[dict]:
     """A line for each load and engine."""
+    arms = Arms(checkpoint, max(options.loads), options.tokens, options.device)
     for load in options.loads:
-        arms = Arms(checkpoint, load, options.tokens, options.device)
         count = options.per_load * load
         prompts = held_out_prompts(checkpoint, text, count, PROMPT_TOKENS)
         requests = answers_of(prompts, options.tokens, temperature=options.temperature)

@@ -12,28 +12,26 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from jaxtyping import Float
 
 from benchmarks.record import record
 from openv41 import CausalEncoderDecoder, init_weights, preset
 from openv41.config import NUMERICS
 from openv41.engine.answering import Collector
+from openv41.engine.drafting import Drafting
 from openv41.engine.engine import Engine, EngineConfig
+from openv41.engine.job import Job
 from openv41.engine.paged_store import CacheConfig
 from openv41.engine.request import Request
-from openv41.engine.sampler import SamplingConfig
+from openv41.engine.sampler import Draft, SamplingConfig
 from openv41.engine.scheduler import ScheduleConfig
-from openv41.engine.speculation import Drafter, SpeculationConfig
+from openv41.engine.speculation import SpeculationConfig
 from openv41.io.checkpoint import load_model
 from openv41.io.tokenizer import TextTokenizer
-from openv41.layers.batch import Batch
-from openv41.layers.store import KVStore
-from openv41.model.dspark import Choose
 from openv41.presets import with_drafter
 
 LOADS = (1, 4, 16, 64)
@@ -52,49 +50,35 @@ class Blank(TextTokenizer):
         return b"x"
 
 
-@dataclass
-class Block:
-    """Drafts, and what the drafter thought of its own."""
+class Forced(Drafting):
+    """Lets the drafter draft, and then says otherwise: ``held`` tokens that are right."""
 
-    tokens: Tensor
-    confidence: Tensor
-
-
-class Forced:
-    """A drafter that works, and is then told what to say: ``held`` tokens that are right."""
-
-    def __init__(self, drafter: Drafter, vocab_size: int, held: int) -> None:
-        self.block_size, self.num_stages = drafter.block_size, drafter.num_stages
-        self._drafter, self._vocab_size, self._held = drafter, vocab_size, held
+    def __init__(self, engine: Engine, held: int) -> None:
+        own = engine.drafting
+        assert own is not None, "the model has no drafter"
+        super().__init__(
+            own.drafter,
+            own.speculator,
+            engine.model,
+            engine.store,
+            own.config,
+            num_tokens=engine.num_tokens,
+            graphs=own.graphs,
+        )
+        self._held, self._last = held, engine.num_tokens - 1
         self.texts: dict[int, Sequence[int]] = {}  # prompt and answer, by request
 
-    def write_context(
-        self, taps: Tensor, tap_batch: Batch, store: KVStore, stops: Sequence[int] | None = None
-    ) -> None:
-        """Let the drafter do it."""
-        self._drafter.write_context(taps, tap_batch, store, stops)
-
-    def propose(
-        self, target: CausalEncoderDecoder, anchors: Batch, store: KVStore
-    ) -> tuple[Any, Batch]:
-        """Let the drafter do it."""
-        return self._drafter.propose(target, anchors, store), anchors
-
-    def draft(self, proposal: tuple[Any, Batch], choose: Choose) -> Block:
-        """Let the drafter choose, then choose otherwise."""
-        own, anchors = proposal
-        drafted = self._drafter.draft(own, choose)
-        rows = [
-            self._tokens(self.texts[request][start + 1 : start + 1 + self.block_size])
-            for request, start in zip(anchors.requests, anchors.starts, strict=True)
-        ]
-        return Block(torch.tensor(rows, device=anchors.device), drafted.confidence)
-
-    def _tokens(self, right: Sequence[int]) -> list[int]:
-        last = self._vocab_size - 1
-        wrong = [last if token != last else last - 1 for token in right[self._held :]]
-        tokens = [*right[: self._held], *wrong]
-        return tokens + [0] * (self.block_size - len(tokens))
+    def propose(self, jobs: Sequence[Job]) -> Float[np.ndarray, "requests X"]:
+        """Put tokens of the answer in the place of the drafts."""
+        confidence = super().propose(jobs)
+        for job in jobs:
+            right = self.texts[job.number][job.done + 1 :][: self.drafter.block_size]
+            tokens = [
+                token if place < self._held else self._last - (token == self._last)
+                for place, token in enumerate(right)
+            ]
+            job.drafts = [Draft(token) for token in tokens]
+        return confidence
 
 
 @torch.inference_mode()
@@ -111,17 +95,20 @@ def build(name: str, numerics: str, device: str) -> CausalEncoderDecoder:
 
 
 def engine_of(
-    model: CausalEncoderDecoder, load: int, tokens: int, drafter: Drafter | None
+    model: CausalEncoderDecoder, load: int, tokens: int, held: int | None = None
 ) -> Engine:
-    """An engine that holds all requests at once; without a drafter it does not speculate."""
+    """An engine that holds all requests; it speculates if it is said how many drafts hold."""
     pages = load * (-(-(PROMPT_TOKENS + tokens + 8) // PAGE_SIZE) + 1)
     config = EngineConfig(
         cache=CacheConfig(num_pages=pages, max_requests=load, page_size=PAGE_SIZE),
         schedule=ScheduleConfig(tokens_per_step=max(512, 8 * load)),
         prefix_cache=False,
-        speculation=None if drafter is None else SpeculationConfig(),
+        speculation=None if held is None else SpeculationConfig(),
     )
-    return Engine(model, Blank(model.config.vocab_size), config, drafter=drafter)
+    engine = Engine(model, Blank(model.config.vocab_size), config)
+    if held is not None:
+        engine.drafting = Forced(engine, held)
+    return engine
 
 
 def run(
@@ -130,8 +117,8 @@ def run(
     """Tokens per second behind the first of each request, and all texts."""
     collectors = [Collector() for _ in requests]
     numbers = [engine.submit(r, c) for r, c in zip(requests, collectors, strict=True)]
-    if engine.drafting is not None and isinstance(engine.drafting.drafter, Forced):
-        engine.drafting.drafter.texts = dict(zip(numbers, texts, strict=True))
+    if isinstance(engine.drafting, Forced):
+        engine.drafting.texts = dict(zip(numbers, texts, strict=True))
     while not all(collector.events for collector in collectors):
         engine.step()
     begun = sum(len(collector.events) for collector in collectors)
@@ -174,11 +161,10 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, object]]:
             )
             for _ in range(load)
         ]
-        engines = {0: engine_of(model, load, options.tokens, None)}
+        engines = {0: engine_of(model, load, options.tokens)}
         _, texts = run(engines[0], requests)
         for length in range(1, model.drafter.block_size + 2):
-            forced = Forced(model.drafter, size, length - 1)
-            engines[length] = engine_of(model, load, options.tokens, forced)
+            engines[length] = engine_of(model, load, options.tokens, length - 1)
         speeds: dict[int, list[float]] = {length: [] for length in engines}
         again = []
         for turn in range(options.repeats):

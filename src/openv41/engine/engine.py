@@ -21,6 +21,7 @@ from openv41.config import NUMERICS
 from openv41.engine.answering import Collector, take, take_prompt
 from openv41.engine.constraint import ConstraintError
 from openv41.engine.decode_graph import captured_steps
+from openv41.engine.draft_graph import captured_drafts
 from openv41.engine.drafting import Drafting
 from openv41.engine.dspark_files import CALIBRATION_FILE, PROFILE_FILE
 from openv41.engine.features import Features
@@ -71,7 +72,7 @@ class EngineConfig:
     engram: EngramPlacement = "resident"  # of a model that ``Engine.load`` loads
     deterministic: bool = False  # likewise: an answer does not depend on its neighbours
     speculation: SpeculationConfig | None = field(default_factory=SpeculationConfig)  # None: off
-    cuda_graphs: bool = False  # of decode steps, on a CUDA device
+    cuda_graphs: bool = True  # of steps that decode, on a CUDA device
 
     def __post_init__(self) -> None:
         problems = []
@@ -121,7 +122,15 @@ class Engine:
         self.drafting: Drafting | None = None
         if drafter is not None and config.speculation is not None:
             self.drafting = Drafting(
-                drafter, speculator or VerifyAll(), model, self.store, config.speculation
+                drafter,
+                speculator or VerifyAll(),
+                model,
+                self.store,
+                config.speculation,
+                num_tokens=self.num_tokens,
+                graphs=captured_drafts(drafter, model, self.store, self.num_tokens)
+                if config.cuda_graphs
+                else None,
             )
         self.cut, reason = find_cut(model.config, config.prefill_cut)
         if self.cut is None and config.prefill is not PrefillMode.FULL:
@@ -236,6 +245,25 @@ class Engine:
             if drafting is not None:
                 drafting.end_step()
 
+    def capture_steps(self) -> None:
+        """Capture steps as CUDA graphs now, and not when requests first need them.
+
+        Steps of texts that are longer than most are left until they are met. Nobody may run.
+        """
+        if not self.is_idle:
+            raise InputError("requests run; capture steps before the first one")
+        if self.decode is None:
+            return
+        self.prefixes.make_room(max(0, 1 - self.store.allocator.free))
+        [page] = self.store.allocator.take(1)
+        try:
+            with torch.inference_mode():
+                self.decode.prepare(page)
+                if self.drafting is not None and self.drafting.graphs is not None:
+                    self.drafting.graphs.prepare()
+        finally:
+            self.store.allocator.release([page])
+
     def stream(self, request: Request) -> Generator[Event, None, None]:
         """Yield the events of one request as they come; closing the iterator cancels it."""
         events: deque[Event] = deque()
@@ -336,7 +364,7 @@ class Engine:
     def _forward(self, step: Sequence[tuple[Job, int]]) -> tuple[Output, StepProbe | None]:
         jobs = [job for job, _ in step]
         if self.decode is not None and self.decode.takes(step):
-            return self.decode.run(jobs), None
+            return self.decode.run(step), None
         ids = [token for job, count in step for token in job.upcoming(count)]
         batch = Batch(
             torch.tensor(ids, dtype=torch.int64, device=self.device),
