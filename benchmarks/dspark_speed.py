@@ -26,6 +26,8 @@ from benchmarks.dspark_replay import draw as draw_replay
 from benchmarks.dspark_replay import lines as replay_lines
 from benchmarks.record import REPOSITORY, record
 from openv41.cli.dspark import answers_of, drafting_engine, held_out_prompts
+from openv41.cli.numerics import Numerics
+from openv41.config import NUMERICS
 from openv41.engine.confidence_record import calibrate, record_confidences
 from openv41.engine.dspark_files import (
     CALIBRATION_FILE,
@@ -53,12 +55,16 @@ PICTURE = REPOSITORY / "docs" / "pictures" / "dspark_speed.png"
 class Arms:
     """Engines that differ in nothing but speculation; ``again`` is the first one once more."""
 
-    def __init__(self, checkpoint: Path, load: int, tokens: int, device: str) -> None:
+    def __init__(
+        self, checkpoint: Path, load: int, tokens: int, options: argparse.Namespace
+    ) -> None:
         pages = load * (-(-(PROMPT_TOKENS + tokens + 9) // CacheConfig().page_size) + 1)
         cache = CacheConfig(num_pages=pages, max_requests=load)
         plain = EngineConfig(cache=cache, prefix_cache=False, speculation=None)
         drafting = EngineConfig(cache=cache, prefix_cache=False, speculation=SpeculationConfig())
-        none = Engine.load(checkpoint, config=plain, device=device)
+        none = Engine.load(
+            checkpoint, config=plain, device=options.device, numerics=options.numerics
+        )
         every, scheduled = (Engine(none.model, none.tokenizer, drafting) for _ in range(2))
         schedule_verification(scheduled, checkpoint)
         self.engines = {"none": none, "scheduled": scheduled, "verify all": every, "again": none}
@@ -84,7 +90,8 @@ def run(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[Answer
 def prepare(checkpoint: Path, text: Path, options: argparse.Namespace) -> Iterator[dict]:
     """Calibrate, profile, and replay: yield the lines of all policies."""
     most, context = max(options.loads), PROMPT_TOKENS
-    engine = drafting_engine(checkpoint, most, context + 400, None, options.device)
+    numerics = None if options.numerics is None else Numerics(options.numerics)
+    engine = drafting_engine(checkpoint, most, context + 400, numerics, options.device)
     prompts = held_out_prompts(checkpoint, text, options.prompts, context)
     rounds = Rounds(*record_confidences(engine, answers_of(prompts, 64)))
     where = Surroundings.of(engine.model, graphs=engine.decode is not None)
@@ -105,7 +112,7 @@ def synchronize(engine: Engine) -> None:
 
 def measure(checkpoint: Path, text: Path, options: argparse.Namespace) -> Iterator[dict]:
     """A line for each load and engine."""
-    arms = Arms(checkpoint, max(options.loads), options.tokens, options.device)
+    arms = Arms(checkpoint, max(options.loads), options.tokens, options)
     for load in options.loads:
         count = options.per_load * load
         prompts = held_out_prompts(checkpoint, text, count, PROMPT_TOKENS)
@@ -128,6 +135,7 @@ def measure(checkpoint: Path, text: Path, options: argparse.Namespace) -> Iterat
                 "benchmark": "dspark_speed",
                 "label": options.label,
                 "device": where["device"],
+                "numerics": options.numerics or "as stored",
                 "load": load,
                 "temperature": options.temperature,
                 "engine": name,
@@ -220,6 +228,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path, help="with its profile and calibration beside it")
     parser.add_argument("text", type=Path, help="held-out text")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--numerics", choices=sorted(NUMERICS), help="else as it is stored")
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--repeats", type=int, default=5)

@@ -209,17 +209,17 @@ def test_the_drafter_drafts_alike(no_waiting, drafts, numerics):
         Request(
             prompt=tuple(random_ids(n, seed=n)), max_tokens=n, sampling=sampling, ignore_eos=True
         )
-        for n, sampling in itertools.product((3, 8, 17), (SamplingConfig(temperature=0), hot))
+        for n, sampling in itertools.product((3, 8, 17, 20), (SamplingConfig(temperature=0), hot))
     ]
     options = {"speculation": SpeculationConfig(drafts=drafts), "tokens_per_step": 40}
-    options["cache"] = {"max_requests": 5}
+    options["cache"] = {"max_requests": 7}
     want, engine = engine_of(model, **options), stepping(engine_of(model, **options))
     drafted = set()
     run = engine.drafting.graphs.drafted
     engine.drafting.graphs.drafted = lambda size: (drafted.add(size), run(size))[1]
     answers = [[a.tokens for a in e.generate(requests)] for e in (want, engine)]
     assert answers[0] == answers[1]
-    assert {size for size, _ in drafted} >= {2, 3, 4, 5}, drafted
+    assert {size for size, _ in drafted} >= {2, 4, 6}, drafted
     assert want.stats().drafts_accepted == engine.stats().drafts_accepted
     accepted = sum(want.stats().drafts_accepted)
     assert sum(want.stats().drafts_verified) > accepted

@@ -143,6 +143,9 @@ def _serve(
     from openv41.server.remote import RemoteImages  # noqa: PLC0415
     from openv41.server.run import serve as serve_http  # noqa: PLC0415
 
+    if engine.decode is not None:
+        note("steps are captured as CUDA graphs")
+        engine.capture_steps()
     service = make_service(
         AsyncEngine(engine),
         ServedModel.of(engine, name),

@@ -40,6 +40,10 @@ class Drawn:
     numbers: Float64[Tensor, "requests X kinds"]  # token, confidence, chance
     shares: Float64[Tensor, "requests X V"] | None  # None where no draft was sampled
 
+    def of(self, count: int) -> "Drawn":
+        """Those of the first requests."""
+        return Drawn(self.numbers[:count], None if self.shares is None else self.shares[:count])
+
 
 class DraftChooser:
     """Draws the drafts of several requests, one position of all blocks after the other."""

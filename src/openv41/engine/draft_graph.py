@@ -99,7 +99,7 @@ class DraftSteps:
         is_sampled = any(row[-1] for row in drawing)
         if is_sampled:
             self._drawing.tell(drawing, size)
-        return self.drafted((size, is_sampled))
+        return self.drafted((size, is_sampled)).of(len(jobs))
 
     def _write(self, size: int) -> None:
         self._drafter.write_rows(self._features[:size], self._state(self._known, size))

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 
 from openv41.engine.draft_choice import DraftChooser, Drawing, Drawn, drafts_of, drawing_of
-from openv41.engine.draft_graph import DraftSteps
+from openv41.engine.draft_graph import captured_drafts
 from openv41.engine.job import Job
 from openv41.engine.paged_store import PagedStore
 from openv41.engine.speculation import DraftChoice, Drafter, SpeculationConfig, Speculator
@@ -36,12 +36,12 @@ class Drafting:
         config: SpeculationConfig,
         *,
         num_tokens: int,
-        graphs: DraftSteps | None = None,
+        cuda_graphs: bool = False,
     ) -> None:
-        """Tokens below ``num_tokens`` are drafted; in ``graphs`` where all is as these need it."""
+        """Tokens below ``num_tokens`` are drafted; ``cuda_graphs`` where they can be captured."""
         self.drafter, self.speculator, self.config = drafter, speculator, config
         self._model, self._store, self._num_tokens = model, store, num_tokens
-        self.graphs = graphs
+        self.graphs = captured_drafts(drafter, model, store, num_tokens) if cuda_graphs else None
         self.is_on = True
         self.steps = 0  # that drafted
         self.budget = 0  # drafts that the last step of decoding requests verified

@@ -21,7 +21,6 @@ from openv41.config import NUMERICS
 from openv41.engine.answering import Collector, take, take_prompt
 from openv41.engine.constraint import ConstraintError
 from openv41.engine.decode_graph import captured_steps
-from openv41.engine.draft_graph import captured_drafts
 from openv41.engine.drafting import Drafting
 from openv41.engine.dspark_files import CALIBRATION_FILE, PROFILE_FILE
 from openv41.engine.features import Features
@@ -44,7 +43,7 @@ from openv41.engine.stats import EngineStats, Figures
 from openv41.engine.step_probe import StepProbe
 from openv41.engine.stops import TextStream
 from openv41.errors import ConfigError, InputError, OverloadedError
-from openv41.io.checkpoint import load_model
+from openv41.io.checkpoint import LoadDtype, load_model
 from openv41.io.engram_store import EngramPlacement
 from openv41.io.hf_config import read_variant
 from openv41.io.tokenizer import TextTokenizer, load_tokenizer
@@ -53,6 +52,8 @@ from openv41.model.causal_encoder_decoder import CausalEncoderDecoder, Output
 from openv41.model.prefill import PrefillMode, ReplayVariant, find_cut, layer_rows
 
 logger = logging.getLogger(__name__)
+
+WEIGHTS: dict[str, LoadDtype] = {"released": "stored", "bf16qat": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,9 +129,7 @@ class Engine:
                 self.store,
                 config.speculation,
                 num_tokens=self.num_tokens,
-                graphs=captured_drafts(drafter, model, self.store, self.num_tokens)
-                if config.cuda_graphs
-                else None,
+                cuda_graphs=config.cuda_graphs,
             )
         self.cut, reason = find_cut(model.config, config.prefill_cut)
         if self.cut is None and config.prefill is not PrefillMode.FULL:
@@ -165,14 +164,19 @@ class Engine:
         numerics: str | None = None,
         device: torch.device | str = "cpu",
     ) -> "Engine":
-        """Load a checkpoint; ``numerics`` None takes what it is: f32, or released if quantised."""
+        """Load a checkpoint; ``numerics`` None takes what it is: f32, or released if quantised.
+
+        Weights are kept as stored with "released", else in float32, with "bf16qat" in bfloat16.
+        """
         name = numerics or ("released" if read_variant(checkpoint) == "released" else "f32")
         if name not in NUMERICS:
             raise InputError(f"numerics is {name!r}, must be one of {', '.join(NUMERICS)}")
+        if name == "released" and torch.device(device).type == "cuda":
+            logger.info("weights are unpacked in every step; numerics bf16qat unpack them once")
         model = load_model(
             checkpoint,
             numerics=replace(NUMERICS[name], deterministic=config.deterministic),
-            dtype="stored" if name == "released" else torch.float32,
+            dtype=WEIGHTS.get(name, torch.float32),
             device=device,
             engram=config.engram,
         )
