@@ -15,7 +15,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import matplotlib as mpl
@@ -41,6 +41,7 @@ from openv41.engine.paged_store import CacheConfig
 from openv41.engine.profile import measure_costs
 from openv41.engine.request import Answer, Request
 from openv41.engine.scheduled_verification import schedule_verification
+from openv41.engine.scheduler import ScheduleConfig
 from openv41.engine.speculation import SpeculationConfig
 from openv41.engine.stats import EngineStats
 
@@ -60,8 +61,13 @@ class Arms:
     ) -> None:
         pages = load * (-(-(PROMPT_TOKENS + tokens + 9) // CacheConfig().page_size) + 1)
         cache = CacheConfig(num_pages=pages, max_requests=load)
-        plain = EngineConfig(cache=cache, prefix_cache=False, speculation=None)
-        drafting = EngineConfig(cache=cache, prefix_cache=False, speculation=SpeculationConfig())
+        plain = EngineConfig(
+            cache=cache,
+            schedule=ScheduleConfig(tokens_per_step=max(512, PROMPT_TOKENS * load)),
+            prefix_cache=False,
+            speculation=None,
+        )
+        drafting = replace(plain, speculation=SpeculationConfig())
         none = Engine.load(
             checkpoint, config=plain, device=options.device, numerics=options.numerics
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from openv41 import ops
 from openv41.engine.random_streams import Stream, uniform
-from openv41.engine.sampler import Draft, Sampler
+from openv41.engine.sampler import Draft, Sampler, SharesRow
 
 Drawing = tuple[float, ...]  # random numbers of a block, temperature, 1 where drafts are sampled
 
@@ -102,9 +102,10 @@ def drafts_of(
         for token, _, chance in rows:
             if token == banned or not 0 < chance <= 1:
                 break
-            shares = None
             if is_sampled and drawn.shares is not None:
-                shares = drawn.shares[request, len(drafts)]
-            drafts.append(Draft(int(token), chance if is_sampled else 1.0, shares))
+                row = SharesRow(drawn.shares, request, len(drafts))
+                drafts.append(Draft(int(token), chance, row))
+            else:
+                drafts.append(Draft(int(token)))
         found.append(drafts)
     return found

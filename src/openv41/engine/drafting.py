@@ -83,10 +83,10 @@ class Drafting:
         if not self.is_on or taps is None or batch is None:
             return
         of = {job.number: job for job in jobs}
-        for place, request in enumerate(batch.requests):
+        spans = zip(batch.requests, batch.starts, batch.stops, batch.first_rows, strict=True)
+        for request, first, stop, row in spans:
             if (job := of.get(request)) is not None:
-                first, row = batch.starts[place], batch.first_rows[place]
-                job.features.add(first, taps[row : row + min(batch.stops[place], job.done) - first])
+                job.features.add(first, taps[row : row + min(stop, job.done) - first])
                 self._untold[request] = job
         if sum(len(job.features) for job in self._untold.values()) > ROWS_AT_ONCE:
             self.tell()
