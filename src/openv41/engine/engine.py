@@ -101,12 +101,7 @@ class Engine:
         speculator: Speculator | None = None,
     ) -> None:
         """``drafter`` None takes the model's, if it has one; ``speculator`` None verifies all."""
-        if config.disk_folder is not None and not fingerprint:
-            problem = (
-                "disk_folder is set but fingerprint is empty, so that pages of other weights would "
-                "be taken for this model's; name the weights, or use Engine.load, which does"
-            )
-            raise ConfigError("engine", [problem])
+        _check_disk(config, fingerprint)
         self.model, self.tokenizer, self.config = model, tokenizer, config
         weight = model.norm.weight
         self.device = weight.device
@@ -482,6 +477,15 @@ class Engine:
     def _admit(self, job: Job) -> None:
         """Let a request start from what is cached, unless it asks for all of its rows."""
         self.prefixes.adopt(job, reuse=self.config.prefix_cache and not job.needs_all_rows)
+
+
+def _check_disk(config: EngineConfig, fingerprint: str) -> None:
+    if config.disk_folder is not None and not fingerprint:
+        problem = (
+            "disk_folder is set but fingerprint is empty, so that pages of other weights would "
+            "be taken for this model's; name the weights, or use Engine.load, which does"
+        )
+        raise ConfigError("engine", [problem])
 
 
 def _fingerprint(checkpoint: Path, numerics: str) -> str:
