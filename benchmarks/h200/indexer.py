@@ -49,7 +49,8 @@ CHOSEN = (
     "1,048,576, 100 for 64 x 131,072; CUDA C++, chunks that are thinned: 28, 78, 65; one pass for "
     "the best of each group of entries, then a block per row that reads the best groups alone "
     "(top_k.cu): 15, 28, 24. Blocks of 512 threads, not 1024, are a third slower but at 256 rows; "
-    "groups of 64 are 1 to 5 us slower than those of 16 and 32."
+    "groups of 64 are 1 to 5 us slower than those of 16 and 32. The block's own 8 us are "
+    "instructions; a sixth of them has since gone."
 )
 TRIED: dict[str, str] = {
     **{f"packed_index_scores T={t} L={n}": DECODED for t, n in DECODE if t > 1},
