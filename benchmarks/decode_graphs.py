@@ -207,7 +207,7 @@ class Steps:
     @torch.inference_mode()
     def run(self) -> None:
         """One step, which is taken back."""
-        self.steps.run(self.jobs)  # type: ignore[arg-type]
+        self.steps.run([(job, 1) for job in self.jobs])  # type: ignore[misc]
         for job in self.jobs:
             self.store.truncate(job.number, job.done)
             self.store.reserve(job.number, job.done + 1)
@@ -215,7 +215,7 @@ class Steps:
     @torch.inference_mode()
     def replay(self) -> None:
         """The kernels of a step alone."""
-        [(graph, _)] = self.steps._graphs.values()
+        [(graph, _)] = self.steps.captured._graphs.values()
         graph.replay()
 
 
@@ -226,6 +226,10 @@ class Place:
     number: int
     done: int
     tokens: list[int]
+
+    def upcoming(self, count: int) -> list[int]:
+        """Tokens of the next positions."""
+        return self.tokens[self.done :][:count]
 
 
 def layers(model: CausalEncoderDecoder, loads: Sequence[int], context: int) -> Iterator[dict]:

@@ -15,7 +15,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import matplotlib as mpl
@@ -26,6 +26,8 @@ from benchmarks.dspark_replay import draw as draw_replay
 from benchmarks.dspark_replay import lines as replay_lines
 from benchmarks.record import REPOSITORY, record
 from openv41.cli.dspark import answers_of, drafting_engine, held_out_prompts
+from openv41.cli.numerics import Numerics
+from openv41.config import NUMERICS
 from openv41.engine.confidence_record import calibrate, record_confidences
 from openv41.engine.dspark_files import (
     CALIBRATION_FILE,
@@ -39,6 +41,7 @@ from openv41.engine.paged_store import CacheConfig
 from openv41.engine.profile import measure_costs
 from openv41.engine.request import Answer, Request
 from openv41.engine.scheduled_verification import schedule_verification
+from openv41.engine.scheduler import ScheduleConfig
 from openv41.engine.speculation import SpeculationConfig
 from openv41.engine.stats import EngineStats
 
@@ -53,15 +56,26 @@ PICTURE = REPOSITORY / "docs" / "pictures" / "dspark_speed.png"
 class Arms:
     """Engines that differ in nothing but speculation; ``again`` is the first one once more."""
 
-    def __init__(self, checkpoint: Path, load: int, tokens: int, device: str) -> None:
+    def __init__(
+        self, checkpoint: Path, load: int, tokens: int, options: argparse.Namespace
+    ) -> None:
         pages = load * (-(-(PROMPT_TOKENS + tokens + 9) // CacheConfig().page_size) + 1)
         cache = CacheConfig(num_pages=pages, max_requests=load)
-        plain = EngineConfig(cache=cache, prefix_cache=False, speculation=None)
-        drafting = EngineConfig(cache=cache, prefix_cache=False, speculation=SpeculationConfig())
-        none = Engine.load(checkpoint, config=plain, device=device)
+        plain = EngineConfig(
+            cache=cache,
+            schedule=ScheduleConfig(tokens_per_step=max(512, PROMPT_TOKENS * load)),
+            prefix_cache=False,
+            speculation=None,
+        )
+        drafting = replace(plain, speculation=SpeculationConfig())
+        none = Engine.load(
+            checkpoint, config=plain, device=options.device, numerics=options.numerics
+        )
         every, scheduled = (Engine(none.model, none.tokenizer, drafting) for _ in range(2))
         schedule_verification(scheduled, checkpoint)
         self.engines = {"none": none, "scheduled": scheduled, "verify all": every, "again": none}
+        for engine in (none, scheduled, every):
+            engine.capture_steps()
 
 
 def clock_of(device: str) -> Callable[[], float]:
@@ -82,10 +96,11 @@ def run(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[Answer
 def prepare(checkpoint: Path, text: Path, options: argparse.Namespace) -> Iterator[dict]:
     """Calibrate, profile, and replay: yield the lines of all policies."""
     most, context = max(options.loads), PROMPT_TOKENS
-    engine = drafting_engine(checkpoint, most, context + 400, None, options.device)
+    numerics = None if options.numerics is None else Numerics(options.numerics)
+    engine = drafting_engine(checkpoint, most, context + 400, numerics, options.device)
     prompts = held_out_prompts(checkpoint, text, options.prompts, context)
     rounds = Rounds(*record_confidences(engine, answers_of(prompts, 64)))
-    where = Surroundings.of(engine.model)
+    where = Surroundings.of(engine.model, graphs=engine.decode is not None)
     save_calibration(
         checkpoint / CALIBRATION_FILE, calibrate(rounds.logits, rounds.accepted), where
     )
@@ -103,8 +118,8 @@ def synchronize(engine: Engine) -> None:
 
 def measure(checkpoint: Path, text: Path, options: argparse.Namespace) -> Iterator[dict]:
     """A line for each load and engine."""
+    arms = Arms(checkpoint, max(options.loads), options.tokens, options)
     for load in options.loads:
-        arms = Arms(checkpoint, load, options.tokens, options.device)
         count = options.per_load * load
         prompts = held_out_prompts(checkpoint, text, count, PROMPT_TOKENS)
         requests = answers_of(prompts, options.tokens, temperature=options.temperature)
@@ -126,6 +141,7 @@ def measure(checkpoint: Path, text: Path, options: argparse.Namespace) -> Iterat
                 "benchmark": "dspark_speed",
                 "label": options.label,
                 "device": where["device"],
+                "numerics": options.numerics or "as stored",
                 "load": load,
                 "temperature": options.temperature,
                 "engine": name,
@@ -218,6 +234,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path, help="with its profile and calibration beside it")
     parser.add_argument("text", type=Path, help="held-out text")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--numerics", choices=sorted(NUMERICS), help="else as it is stored")
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--repeats", type=int, default=5)

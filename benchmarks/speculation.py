@@ -12,28 +12,27 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from jaxtyping import Float
 
 from benchmarks.record import record
 from openv41 import CausalEncoderDecoder, init_weights, preset
 from openv41.config import NUMERICS
 from openv41.engine.answering import Collector
-from openv41.engine.engine import Engine, EngineConfig
+from openv41.engine.drafting import Drafting
+from openv41.engine.engine import WEIGHTS, Engine, EngineConfig
+from openv41.engine.job import Job
 from openv41.engine.paged_store import CacheConfig
 from openv41.engine.request import Request
-from openv41.engine.sampler import SamplingConfig
+from openv41.engine.sampler import Draft, SamplingConfig
 from openv41.engine.scheduler import ScheduleConfig
-from openv41.engine.speculation import Drafter, SpeculationConfig
+from openv41.engine.speculation import SpeculationConfig
+from openv41.engine.stats import EngineStats
 from openv41.io.checkpoint import load_model
 from openv41.io.tokenizer import TextTokenizer
-from openv41.layers.batch import Batch
-from openv41.layers.store import KVStore
-from openv41.model.dspark import Choose
 from openv41.presets import with_drafter
 
 LOADS = (1, 4, 16, 64)
@@ -52,49 +51,35 @@ class Blank(TextTokenizer):
         return b"x"
 
 
-@dataclass
-class Block:
-    """Drafts, and what the drafter thought of its own."""
+class Forced(Drafting):
+    """Lets the drafter draft, and then says otherwise: ``held`` tokens that are right."""
 
-    tokens: Tensor
-    confidence: Tensor
-
-
-class Forced:
-    """A drafter that works, and is then told what to say: ``held`` tokens that are right."""
-
-    def __init__(self, drafter: Drafter, vocab_size: int, held: int) -> None:
-        self.block_size, self.num_stages = drafter.block_size, drafter.num_stages
-        self._drafter, self._vocab_size, self._held = drafter, vocab_size, held
+    def __init__(self, engine: Engine, held: int = 0) -> None:
+        own = engine.drafting
+        assert own is not None, "the model has no drafter"
+        super().__init__(
+            own.drafter,
+            own.speculator,
+            engine.model,
+            engine.store,
+            own.config,
+            num_tokens=engine.num_tokens,
+        )
+        self.graphs = own.graphs
+        self.held, self._last = held, engine.num_tokens - 1
         self.texts: dict[int, Sequence[int]] = {}  # prompt and answer, by request
 
-    def write_context(
-        self, taps: Tensor, tap_batch: Batch, store: KVStore, stops: Sequence[int] | None = None
-    ) -> None:
-        """Let the drafter do it."""
-        self._drafter.write_context(taps, tap_batch, store, stops)
-
-    def propose(
-        self, target: CausalEncoderDecoder, anchors: Batch, store: KVStore
-    ) -> tuple[Any, Batch]:
-        """Let the drafter do it."""
-        return self._drafter.propose(target, anchors, store), anchors
-
-    def draft(self, proposal: tuple[Any, Batch], choose: Choose) -> Block:
-        """Let the drafter choose, then choose otherwise."""
-        own, anchors = proposal
-        drafted = self._drafter.draft(own, choose)
-        rows = [
-            self._tokens(self.texts[request][start + 1 : start + 1 + self.block_size])
-            for request, start in zip(anchors.requests, anchors.starts, strict=True)
-        ]
-        return Block(torch.tensor(rows, device=anchors.device), drafted.confidence)
-
-    def _tokens(self, right: Sequence[int]) -> list[int]:
-        last = self._vocab_size - 1
-        wrong = [last if token != last else last - 1 for token in right[self._held :]]
-        tokens = [*right[: self._held], *wrong]
-        return tokens + [0] * (self.block_size - len(tokens))
+    def propose(self, jobs: Sequence[Job]) -> Float[np.ndarray, "requests X"]:
+        """Put tokens of the answer in the place of the drafts."""
+        confidence = super().propose(jobs)
+        for job in jobs:
+            right = self.texts[job.number][job.done + 1 :][: self.drafter.block_size]
+            tokens = [
+                token if place < self.held else self._last - (token == self._last)
+                for place, token in enumerate(right)
+            ]
+            job.drafts = [Draft(token) for token in tokens]
+        return confidence
 
 
 @torch.inference_mode()
@@ -110,18 +95,20 @@ def build(name: str, numerics: str, device: str) -> CausalEncoderDecoder:
     return model
 
 
-def engine_of(
-    model: CausalEncoderDecoder, load: int, tokens: int, drafter: Drafter | None
-) -> Engine:
-    """An engine that holds all requests at once; without a drafter it does not speculate."""
+def engine_of(model: CausalEncoderDecoder, load: int, tokens: int, *, speculates: bool) -> Engine:
+    """An engine that holds all requests, its steps captured; with the drafts that are forced."""
     pages = load * (-(-(PROMPT_TOKENS + tokens + 8) // PAGE_SIZE) + 1)
     config = EngineConfig(
         cache=CacheConfig(num_pages=pages, max_requests=load, page_size=PAGE_SIZE),
         schedule=ScheduleConfig(tokens_per_step=max(512, 8 * load)),
         prefix_cache=False,
-        speculation=None if drafter is None else SpeculationConfig(),
+        speculation=SpeculationConfig() if speculates else None,
     )
-    return Engine(model, Blank(model.config.vocab_size), config, drafter=drafter)
+    engine = Engine(model, Blank(model.config.vocab_size), config)
+    if speculates:
+        engine.drafting = Forced(engine)
+    engine.capture_steps()
+    return engine
 
 
 def run(
@@ -130,8 +117,8 @@ def run(
     """Tokens per second behind the first of each request, and all texts."""
     collectors = [Collector() for _ in requests]
     numbers = [engine.submit(r, c) for r, c in zip(requests, collectors, strict=True)]
-    if engine.drafting is not None and isinstance(engine.drafting.drafter, Forced):
-        engine.drafting.drafter.texts = dict(zip(numbers, texts, strict=True))
+    if isinstance(engine.drafting, Forced):
+        engine.drafting.texts = dict(zip(numbers, texts, strict=True))
     while not all(collector.events for collector in collectors):
         engine.step()
     begun = sum(len(collector.events) for collector in collectors)
@@ -159,35 +146,53 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, object]]:
         model = build(options.preset, options.numerics, options.device)
     else:
         rounding = NUMERICS[options.numerics]
-        model = load_model(options.checkpoint, numerics=rounding, device=options.device)
+        dtype = WEIGHTS.get(options.numerics, torch.float32)
+        model = load_model(
+            options.checkpoint, numerics=rounding, dtype=dtype, device=options.device
+        )
     assert model.drafter is not None, "the model has no drafter"
-    size, generator = model.config.vocab_size, torch.Generator().manual_seed(1)
+    most, lengths = max(options.loads), range(model.drafter.block_size + 2)
+    plain, drafting = (
+        engine_of(model, most, options.tokens, speculates=value) for value in (False, True)
+    )
+    forced = drafting.drafting
+    assert isinstance(forced, Forced), "drafts are not forced"
     for load in options.loads:
-        requests = [
-            Request(
-                prompt=tuple(
-                    torch.randint(9, size - 2, (PROMPT_TOKENS,), generator=generator).tolist()
-                ),
-                max_tokens=options.tokens,
-                sampling=SamplingConfig(temperature=0.0),
-                ignore_eos=True,
-            )
-            for _ in range(load)
-        ]
-        engines = {0: engine_of(model, load, options.tokens, None)}
-        _, texts = run(engines[0], requests)
-        for length in range(1, model.drafter.block_size + 2):
-            forced = Forced(model.drafter, size, length - 1)
-            engines[length] = engine_of(model, load, options.tokens, forced)
-        speeds: dict[int, list[float]] = {length: [] for length in engines}
+        requests = prompts(model, load, options.tokens)
+        _, texts = run(plain, requests)
+        run(drafting, requests, texts)  # both are warm
+        speeds: dict[int, list[float]] = {length: [] for length in lengths}
+        accepted: dict[int, float] = {}
         again = []
         for turn in range(options.repeats):
-            for length in sorted(engines, reverse=bool(turn % 2)):
-                speed, found = run(engines[length], requests, texts)
+            for length in sorted(lengths, reverse=bool(turn % 2)):
+                engine, forced.held = drafting if length else plain, length - 1
+                before = engine.stats()
+                speed, found = run(engine, requests, texts)
                 assert options.device != "cpu" or found == texts, f"{length} says something else"
                 speeds[length].append(speed)
-            again.append(run(engines[0], requests)[0])
-        yield from lines(options, load, speeds, again, engines)
+                accepted[length] = length_between(before, engine.stats())
+            again.append(run(plain, requests)[0])
+        yield from lines(options, load, speeds, again, accepted)
+
+
+def prompts(model: CausalEncoderDecoder, load: int, tokens: int) -> list[Request]:
+    """Greedy requests with random prompts."""
+    generator = torch.Generator().manual_seed(load)
+    drawn = torch.randint(
+        9, model.config.vocab_size - 2, (load, PROMPT_TOKENS), generator=generator
+    )
+    greedy = SamplingConfig(temperature=0.0)
+    return [
+        Request(prompt=tuple(row), max_tokens=tokens, sampling=greedy, ignore_eos=True)
+        for row in drawn.tolist()
+    ]
+
+
+def length_between(before: EngineStats, after: EngineStats) -> float:
+    """Tokens per round and request in between; 1 without drafts."""
+    gained = sum(after.drafts_accepted) - sum(before.drafts_accepted)
+    return 1 + gained / max(1, after.draft_rounds - before.draft_rounds)
 
 
 def lines(
@@ -195,13 +200,12 @@ def lines(
     load: int,
     speeds: dict[int, list[float]],
     again: Sequence[float],
-    engines: dict[int, Engine],
+    accepted: dict[int, float],
 ) -> Iterator[dict[str, object]]:
     """Medians, and ratios of neighbouring runs."""
     spread = [a / b for a, b in zip(again, speeds[0], strict=True)]
     for length, found in speeds.items():
         ratios = [a / b for a, b in zip(found, speeds[0], strict=True)]
-        stats = engines[length].stats()
         line = {
             "benchmark": "speculation",
             "preset": options.preset,
@@ -213,7 +217,7 @@ def lines(
             "tokens_per_second": statistics.median(found),
             "ratio": statistics.median(ratios),
             "same_again": [min(spread), max(spread)],
-            "mean_accepted_length": stats.mean_accepted_length,
+            "mean_accepted_length": accepted[length],
             "repeats": options.repeats,
         }
         sys.stderr.write(f"load {load}, {length} a round: {line['ratio']:.2f}\n")

@@ -39,15 +39,18 @@ DECODED = (
     "8 x 131,072: Triton cannot read 68-byte rows by more than a word, and moves unpacked keys "
     "through shared memory: 145 us. CUDA C++ with bulk copies and mma.m16n8k16 of float16: 57. "
     "wgmma of E4M3 numbers, one product per block of 32 so that sums are exact, scales in float32: "
-    "38 (241 for 8 x 1,048,576, 249 for 64 x 131,072); four programs an SM, whose products the "
-    "compiler then makes one by one, and rings of four or six tiles are alike."
+    "38 (246 for 8 x 1,048,576, 250 for 64 x 131,072); four programs an SM, whose products the "
+    "compiler then makes one by one, and rings of four or six tiles are alike. Halves of tiles, of "
+    "which one is unpacked while the other is multiplied, have since taken their place: 232 "
+    "instructions of a warp for 16 entries, not 265."
 )
 CHOSEN = (
     "Triton, a reduction of the block for each halving: 34 us for 1 x 131,072, 131 for 8 x "
     "1,048,576, 100 for 64 x 131,072; CUDA C++, chunks that are thinned: 28, 78, 65; one pass for "
     "the best of each group of entries, then a block per row that reads the best groups alone "
     "(top_k.cu): 15, 28, 24. Blocks of 512 threads, not 1024, are a third slower but at 256 rows; "
-    "groups of 64 are 1 to 5 us slower than those of 16 and 32."
+    "groups of 64 are 1 to 5 us slower than those of 16 and 32. The block's own 8 us are "
+    "instructions; a sixth of them has since gone."
 )
 TRIED: dict[str, str] = {
     **{f"packed_index_scores T={t} L={n}": DECODED for t, n in DECODE if t > 1},

@@ -405,6 +405,9 @@ NUMERICS: dict[str, NumericsConfig] = {
     "released": NumericsConfig(
         linear_input="exact", window_kv="exact", main_kv="exact", index="exact"
     ),
+    "bf16qat": NumericsConfig(
+        window_kv="fake", main_kv="fake", index="fake", compute_dtype="bfloat16"
+    ),
 }
 
 

@@ -1,6 +1,8 @@
 """Decode steps whose addresses are made on the device: same answers, and nothing waits for it."""
 
+import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,12 +10,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from openv41 import ops
 from openv41.engine import decode_graph
+from openv41.engine.captured import Captured
 from openv41.engine.decode_graph import DecodeSteps, why_not
-from openv41.engine.speculation import VerifyAll
-from openv41.layers import hierarchical_indexer
+from openv41.engine.draft_graph import DraftSteps
+from openv41.engine.request import Request
+from openv41.engine.sampler import SamplingConfig
+from openv41.engine.speculation import DraftChoice, SpeculationConfig, VerifyAll
+from openv41.errors import InputError
+from openv41.layers import experts, hierarchical_indexer
+from openv41.layers.decode_context import DecodeContext, DecodeState
+from openv41.model.dspark import DSparkDrafter
+from openv41.ops import pairs
 from openv41.ops._dispatch import Op
 from tests.close import assert_close
-from tests.engine.drafts import Script, plain_answers, speculating, target
+from tests.engine.drafts import Script, plain_answers, speculating, target, target_config
 from tests.engine.mini_engine import arm, engine_of, greedy
 from tests.layers.mini import mini_config, random_ids
 
@@ -32,9 +42,35 @@ WAITING = {
 
 
 def stepping(engine):
-    """The engine with decode steps addressed on the device, call by call."""
-    engine.decode = DecodeSteps(engine.model, engine.store, captures=False)
+    """The engine with steps addressed on the device; also those of its drafter."""
+    engine.decode = DecodeSteps(engine.model, engine.store)
+    if engine.drafting is not None and isinstance(engine.drafting.drafter, DSparkDrafter):
+        engine.drafting.graphs = DraftSteps(
+            engine.drafting.drafter, engine.model, engine.store, engine.num_tokens
+        )
     return engine
+
+
+class Replay:
+    """Does again what was captured: with what lies where it lay, to where the answer lies."""
+
+    def __init__(self, compute, size):
+        self.again = lambda: compute(size)
+        self.answer = compute(size)
+
+    def replay(self):
+        for name, fresh in vars(self.again() or SimpleNamespace()).items():
+            if fresh is not None:
+                getattr(self.answer, name).copy_(fresh)
+
+
+@pytest.fixture(autouse=True)
+def captured_on_a_cpu(monkeypatch):
+    def capture(self, size):
+        graph = Replay(self._compute, size)
+        return graph, graph.answer
+
+    monkeypatch.setattr(Captured, "_capture", capture)
 
 
 class NoWaiting(TorchDispatchMode):
@@ -59,7 +95,7 @@ class NoWaiting(TorchDispatchMode):
 def no_waiting(monkeypatch):
     """Decode steps must not wait; a reference that has a kernel on a GPU may."""
     refusing = NoWaiting()
-    call, compute = Op.__call__, DecodeSteps._compute
+    call = Op.__call__
 
     def op(self, *args, **options):
         before, refusing.is_on = refusing.is_on, refusing.is_on and not self.has_kernel_file
@@ -68,12 +104,28 @@ def no_waiting(monkeypatch):
         finally:
             refusing.is_on = before
 
-    def computed(self, size):
-        with refusing:
-            return compute(self, size)
+    def computed(run):
+        def refused(self, size):
+            with refusing:
+                return run(self, size)
+
+        return refused
+
+    def on_a_gpu(ids, num):
+        return ids.new_zeros(num).scatter_add_(0, ids.flatten(), torch.ones_like(ids.flatten()))
 
     monkeypatch.setattr(Op, "__call__", op)
-    monkeypatch.setattr(DecodeSteps, "_compute", computed)
+    monkeypatch.setattr(pairs, "count_ids", on_a_gpu)
+    monkeypatch.setattr(experts, "_is_read_by_host", lambda _: False)
+    for kind, name in ((DecodeSteps, "_compute"), (DraftSteps, "_write"), (DraftSteps, "_draft")):
+        monkeypatch.setattr(kind, name, computed(getattr(kind, name)))
+
+
+@pytest.fixture(autouse=True)
+def no_failed_batch(caplog):
+    """Nothing may fail: a request that starts again would hide it."""
+    yield
+    assert not [r.message for r in caplog.records if r.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize("numerics", ["f32", "f32qat", "packed"])
@@ -94,14 +146,14 @@ def test_steps_wait_for_nothing_and_answer_alike(monkeypatch, no_waiting, numeri
         "cache": {"num_pages": 40, "max_requests": 4},
     }
     want = engine_of(model, **options).generate(requests)
-    engine = stepping(engine_of(model, **options))
     sizes = set()
     compute = DecodeSteps._compute
     monkeypatch.setattr(
         DecodeSteps, "_compute", lambda self, size: (sizes.add(size), compute(self, size))[1]
     )
+    engine = stepping(engine_of(model, **options))
     got = engine.generate(requests)
-    assert {requests for requests, _ in sizes} >= {1, 2, 4}, sizes
+    assert {rows for rows, _ in sizes} >= {1, 2, 3}, sizes
     assert len({pages for _, pages in sizes}) > 1, sizes
     assert [a.tokens for a in got] == [a.tokens for a in want]
 
@@ -145,6 +197,74 @@ def test_steps_stand_between_verified_drafts():
         assert engine.stats().draft_steps > 2
         written.append(engine.drafting.drafter.seen)
     assert written[0] == written[1]
+
+
+@pytest.mark.parametrize("numerics", ["f32", "f32qat"])
+@pytest.mark.parametrize("drafts", DraftChoice)
+def test_the_drafter_drafts_alike(no_waiting, drafts, numerics):
+    """Requests at and above temperature 0 that come, go and draft together, windows that slide."""
+    model = arm(torch.float64, bitwise=False, numerics=numerics, config=target_config())
+    hot = SamplingConfig(temperature=1.3, seed=5)
+    requests = [
+        Request(
+            prompt=tuple(random_ids(n, seed=n)), max_tokens=n, sampling=sampling, ignore_eos=True
+        )
+        for n, sampling in itertools.product((3, 8, 17, 20), (SamplingConfig(temperature=0), hot))
+    ]
+    options = {"speculation": SpeculationConfig(drafts=drafts), "tokens_per_step": 40}
+    options["cache"] = {"max_requests": 7}
+    want, engine = engine_of(model, **options), stepping(engine_of(model, **options))
+    drafted = set()
+    run = engine.drafting.graphs.drafted
+    engine.drafting.graphs.drafted = lambda size: (drafted.add(size), run(size))[1]
+    answers = [[a.tokens for a in e.generate(requests)] for e in (want, engine)]
+    assert answers[0] == answers[1]
+    assert {size for size, _ in drafted} >= {2, 4, 6}, drafted
+    assert want.stats().drafts_accepted == engine.stats().drafts_accepted
+    accepted = sum(want.stats().drafts_accepted)
+    assert sum(want.stats().drafts_verified) > accepted
+    assert accepted > 0 or drafts is DraftChoice.GREEDY
+    assert engine.drafting.is_on
+
+
+def test_steps_that_are_captured_ahead_leave_nothing_behind():
+    """All sizes, in an engine whose cache is full of what it knows; not while requests run."""
+    model = arm(torch.float64, bitwise=False, config=target_config())
+    requests = [greedy(random_ids(n, seed=n), 9) for n in (30, 17, 5)]
+    options = {"cache": {"max_requests": 3, "num_pages": 18}}
+    want, engine = engine_of(model, **options), stepping(engine_of(model, **options))
+    for turn in range(2):
+        if turn:
+            assert engine.store.allocator.free < 6, "nothing is known"
+            engine.capture_steps()
+            assert engine.decode.captured.graphs >= len(engine.decode.sizes)
+            assert engine.drafting.graphs.drafted.graphs >= 6
+        known, found = ([a.tokens for a in e.generate(requests)] for e in (want, engine))
+        assert known == found
+    engine.submit(requests[0], [].append)
+    with pytest.raises(InputError, match="requests run"):
+        engine.capture_steps()
+
+
+def test_rows_of_one_group_write_the_same_entry():
+    """The order of two writes to one place is open on a GPU: the first row of a group that the
+    next one completes must not write what it knows alone."""
+    places, positions = torch.tensor([3, 3, 3, 1, 1, 1]), torch.tensor([4, 5, 6, 7, 8, 8])
+    state = DecodeState(
+        token_ids=places,
+        positions=positions,
+        places=places,
+        table=places[:, None],
+        page_size=4,
+        rings={},
+        pages={},
+        frequencies={},
+    )
+    ctx = DecodeContext(state, mini_config().attention)
+    whole = [[1, 7], [1, 7], [2, 8], [3, 9], [4, 10], [5, 11]]  # behind 6 pending rows
+    assert ctx.entries(2).member_rows.tolist() == whole
+    assert ctx.entries(2).new_positions.tolist() == [4, 4, 6, 6, 8, 8]
+    assert ctx.entries(1).member_rows.tolist() == [[n + 6] for n in range(6)]
 
 
 def test_what_cannot_be_captured_says_why():

@@ -11,6 +11,7 @@ from openv41.engine.request import FinishReason, Request
 from openv41.engine.sampler import SamplingConfig
 from openv41.engine.speculation import DraftChoice, SpeculationConfig
 from openv41.model.prefill import PrefillMode
+from openv41.presets import with_drafter
 from tests.engine.drafts import plain_answers, target
 from tests.engine.mini_engine import LENGTHS, arm, engine_of, greedy, plain_logits
 from tests.layers.mini import random_ids
@@ -40,8 +41,8 @@ def test_it_answers_as_the_plain_model_does(mode, numerics):
 
 
 def tiny_model(numerics):
-    """With a row and a key as wide as kernels read them packed; far from ties."""
-    config = preset("tiny")
+    """With a row and a key as wide as kernels read them packed, and a drafter; far from ties."""
+    config = with_drafter(preset("tiny"))
     config = replace(
         config,
         attention=replace(config.attention, head_dim=64),
@@ -66,9 +67,10 @@ def test_graphs_answer_as_calls_do(numerics, prefix_cache):
     requests = [greedy(prompts[n], answer) for n, answer in lengths.items()]
     sizes = {"max_requests": 4, "page_size": 16}
     options = {"tokens_per_step": 23, "prefix_cache": prefix_cache, "cache": sizes}
+    options["speculation"] = None
     graphs = engine_of(model, cuda_graphs=True, **options)
     calls = engine_of(model, cuda_graphs=True, **options)
-    calls.decode.captures = False
+    calls.decode.captured.captures = False
     before = engine_of(model, **options)
     for _ in range(2):  # the second time prompts are known
         got, want, known = (
@@ -80,11 +82,49 @@ def test_graphs_answer_as_calls_do(numerics, prefix_cache):
         if numerics == "f32":  # else a rounding may flip
             assert got == known
         assert [a[:4] for a in got] == [b[:4] for b in known]
-    assert graphs.decode.captures, "the capture failed"
-    assert graphs.decode.graphs >= 4
-    assert graphs.decode.replays > 64
+    assert graphs.decode.captured.captures, "the capture failed"
+    assert graphs.decode.captured.graphs >= 4
+    assert graphs.decode.captured.replays > 64
     graphs.prefixes.clear()
     assert graphs.store.allocator.free == graphs.store.cache.num_pages
+
+
+@pytest.mark.parametrize("numerics", ["f32", "f32qat"])
+def test_drafts_in_graphs_answer_as_calls_do(numerics):
+    """Greedy and sampled requests whose drafts are verified, from one to all of a block."""
+    model = tiny_model(numerics)
+    hot = SamplingConfig(temperature=1.3, seed=5)
+    requests = [
+        Request(
+            prompt=tuple(4 + token % 60 for token in random_ids(n, seed=n)),
+            max_tokens=48,
+            sampling=sampling,
+            ignore_eos=True,
+        )
+        for n in (3, 40, 90)
+        for sampling in (SamplingConfig(temperature=0), hot)
+    ]
+    options = {"cache": {"max_requests": 6, "page_size": 16}, "cuda_graphs": True}
+    graphs, calls = (engine_of(model, **options) for _ in range(2))
+    plain = engine_of(model, speculation=None, **options)
+    for part in (
+        calls.decode.captured,
+        calls.drafting.graphs.drafted,
+        calls.drafting.graphs.written,
+    ):
+        part.captures = False
+    got, want, known = (
+        [answer.tokens for answer in engine.generate(requests)] for engine in (graphs, calls, plain)
+    )
+    assert got == want
+    if numerics == "f32":
+        assert got[::2] == known[::2]  # greedy
+    assert graphs.drafting.is_on
+    assert sum(graphs.stats().drafts_accepted) > 0
+    for part in (graphs.decode.captured, graphs.drafting.graphs.drafted):
+        assert part.captures, "the capture failed"
+        assert part.replays > 16
+    assert graphs.drafting.graphs.written.captures
 
 
 @pytest.mark.parametrize("drafts", DraftChoice)

@@ -51,15 +51,6 @@ def test_files_beside_the_checkpoint_are_used(engine, here, tmp_path):
     assert isinstance(engine.drafting.speculator, ConfidenceSpeculator)
 
 
-def test_without_a_profile_nothing_is_drafted_beside_graphs(engine, tmp_path, caplog):
-    caplog.set_level("INFO")
-    engine.decode = object()
-    schedule_verification(engine, tmp_path)
-    assert not engine.drafting.speculator.plan([1])
-    assert "nothing is drafted" in caplog.text
-    assert "'openv41 dspark profile' measures" in caplog.text
-
-
 def test_without_a_profile_everything_is_verified_and_the_log_says_so(engine, tmp_path, caplog):
     caplog.set_level("INFO")
     schedule_verification(engine, tmp_path)

@@ -85,16 +85,22 @@ def compare(got, want, **bounds):
 
 
 @pytest.mark.slow
-def test_source_of_decoded_queries(library):
+@pytest.mark.parametrize(
+    "per_page",
+    [24, pytest.param(64, marks=pytest.mark.prove), pytest.param(8, marks=pytest.mark.prove)],
+)
+def test_source_of_decoded_queries(library, per_page):
     """A tile and a part of one, by fewer heads; then candidates, one block of which is none."""
-    parts = given(2, 1, 5, 6, 24, 75)
+    num = 75 if per_page == 24 else 600
+    parts = given(2, 1, 5, -(-2 * num // per_page), per_page, num)
+    parts[4][1] = num // 2  # the rest is filled up
     found = library(packed_index_cuda.SOURCE)
     pools = torch.tensor([[[0, 4, -1]], [[9, 2, 1]]])
-    for listed, width in ((None, 75), (pools, 24)):
+    for listed, width in ((None, num), (pools, 24)):
         out = torch.full((2, 1, width), math.nan)
-        assert not packed_index_cuda.call(found, *parts, 24, listed, out, None, programs=2)
+        assert not packed_index_cuda.call(found, *parts, per_page, listed, out, None, programs=2)
         with kernels("reference"):
-            want = packed_index_scores(*parts, 24, 75, listed)
+            want = packed_index_scores(*parts, per_page, num, listed)
         compare(out, want, rtol=1e-5, atol=1e-4)
 
 

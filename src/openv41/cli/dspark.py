@@ -99,7 +99,8 @@ def profile_command(
     loads = sorted({most, *(1 << power for power in range(most.bit_length()))})
     costs = measure_costs(engine, loads, context=context, told=_tell)
     path = out or checkpoint / PROFILE_FILE
-    save_profile(path, costs, Surroundings.of(engine.model))
+    where = Surroundings.of(engine.model, graphs=engine.decode is not None)
+    save_profile(path, costs, where)
     show_line(_as_text(costs))
     show_line(str(path))
 

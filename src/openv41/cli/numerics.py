@@ -9,3 +9,12 @@ class Numerics(StrEnum):
     F32 = "f32"
     F32QAT = "f32qat"
     RELEASED = "released"
+    BF16QAT = "bf16qat"
+
+
+class TracedNumerics(StrEnum):
+    """Those that traces and the golden files have."""
+
+    F32 = "f32"
+    F32QAT = "f32qat"
+    RELEASED = "released"

@@ -42,9 +42,7 @@ Profile = Annotated[
     Path | None, typer.Option(help="Of 'dspark profile'; else the one beside the checkpoint.")
 ]
 Calibration = Annotated[Path | None, typer.Option(help="Likewise, of 'dspark calibrate'.")]
-Graphs = Annotated[
-    bool, typer.Option("--cuda-graphs", help="On a GPU, replay decode steps from CUDA graphs.")
-]
+Graphs = Annotated[bool, typer.Option(help="On a GPU, replay steps from CUDA graphs.")]
 Pages = Annotated[int, typer.Option(help=f"Pages of the cache, for {CACHE.page_size} tokens each.")]
 CacheFolder = Annotated[Path | None, typer.Option(help="Keep prefixes here across restarts.")]
 Concurrency = Annotated[int, typer.Option(help="Sequences that are computed at once.")]
@@ -75,7 +73,7 @@ def serve(
     engram: Engram = "resident",
     deterministic: Deterministic = False,
     speculation: Speculation = True,
-    cuda_graphs: Graphs = False,
+    cuda_graphs: Graphs = True,
     dspark_profile: Profile = None,
     dspark_calibration: Calibration = None,
     pages: Pages = CACHE.num_pages,
@@ -145,6 +143,9 @@ def _serve(
     from openv41.server.remote import RemoteImages  # noqa: PLC0415
     from openv41.server.run import serve as serve_http  # noqa: PLC0415
 
+    if engine.decode is not None:
+        note("steps are captured as CUDA graphs")
+        engine.capture_steps()
     service = make_service(
         AsyncEngine(engine),
         ServedModel.of(engine, name),

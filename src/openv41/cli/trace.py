@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from openv41.cli.numerics import Numerics
+from openv41.cli.numerics import TracedNumerics
 from openv41.cli.ui import note
 from openv41.errors import InputError
 from openv41.io.checkpoint import load_model
@@ -32,14 +32,14 @@ def trace(
     inputs: Annotated[Path, typer.Option(help="Inputs file.", show_default=False)],
     out: Annotated[Path, typer.Option(help="File to write.", show_default=False)],
     case: Annotated[Case, typer.Option(help="What to run.")] = Case.PREFILL,
-    numerics: Annotated[Numerics, typer.Option(help="Where to round.")] = Numerics.F32,
+    numerics: Annotated[TracedNumerics, typer.Option(help="Where to round.")] = TracedNumerics.F32,
     feed: Annotated[
         Path | None,
         typer.Option(help="A prefill_released file: each layer starts from its tensors."),
     ] = None,
 ) -> None:
     """Run a case and write its tensors under the names that the golden files use."""
-    if feed is not None and (case, numerics) != (Case.PREFILL, Numerics.RELEASED):
+    if feed is not None and (case, numerics) != (Case.PREFILL, TracedNumerics.RELEASED):
         raise InputError("--feed works with --case prefill --numerics released")
     _check_free(out, checkpoint, [inputs] if feed is None else [inputs, feed])
     given = Inputs.read(inputs)

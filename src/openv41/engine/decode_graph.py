@@ -1,9 +1,10 @@
 """Decode steps as CUDA graphs: one launch replays every kernel of a step. Report §2.2.
 
-A step is described by tensors that stay where they are: token ids, positions, places in the rings
-and page tables. Its sizes are rounded up: requests to a power of two, by repeating the first one,
-which computes and writes the same once more, and pages to a power of two, which nobody reads. The
-first step of each size runs call by call, the second is captured, every later one is a replay.
+A step has a row for the newest token of each request, and for each draft behind it. Rows are
+described by tensors that stay where they are: token ids, positions, places in the rings; page
+tables are kept by place. Sizes are rounded up: rows by repeating the last one, which computes and
+writes the same once more, and pages to a power of two, which nobody reads. The first step of each
+size runs call by call, the second is captured, every later one is a replay.
 """
 
 import logging
@@ -15,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from openv41.engine.captured import Captured, Staged, rounded, sizes_up_to
 from openv41.engine.job import Job
 from openv41.engine.paged_store import PagedStore
 from openv41.layers.batch import Batch
@@ -22,6 +24,7 @@ from openv41.layers.context import Work, frequencies
 from openv41.layers.decode_context import DecodeState, StoredRows
 from openv41.layers.engram import PrefetchingTable
 from openv41.layers.objectives import Losses
+from openv41.layers.store import Slot
 from openv41.model.cache_formats import RowFormat, row_format
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder, Output
 from openv41.ops._dispatch import is_reference
@@ -31,7 +34,7 @@ logger = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.bfloat16)  # that kernels take
 WIDTHS = (64, 128, 256, 512)  # of packed rows that kernels read
 LEAST_POSITIONS = 1024  # that the smallest page table has room for
-Size = tuple[int, int]  # requests and pages
+Size = tuple[int, int]  # rows and pages
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,27 +47,21 @@ class Computed:
 
 
 class DecodeSteps:
-    """Runs steps in which every request has one new token of text."""
+    """Runs steps in which every request has its newest token of text, and drafts behind it."""
 
     def __init__(
         self, model: CausalEncoderDecoder, store: PagedStore, *, captures: bool = True
     ) -> None:
         """Without ``captures`` every step runs call by call."""
         config, device = model.config, store.device
-        self.captures = captures
-        self.replays = 0
         self._model, self._store = model, store
-        most = store.cache.max_requests
+        places = store.cache.max_requests
+        self._most = places * (1 + store.cache.draft_tokens)
         pages = min(-(-config.max_position // store.cache.page_size), store.cache.num_pages)
-        is_cuda = device.type == "cuda"
-        self._given = torch.zeros(3, most, dtype=torch.int64, pin_memory=is_cuda)
-        self._inputs = torch.zeros(3, most, dtype=torch.int64, device=device)
-        self._table = torch.zeros(most, pages, dtype=torch.int64, device=device)
-        self._tables: list[Tensor | None] = [None] * most  # what the rows of the table hold
-        self._rings = {
-            slot: _stored(ring.rows, ring.size, ring.stored, store.dtype)
-            for slot, ring in store.rings.items()
-        }
+        self._inputs = Staged(3, self._most, device)
+        self._table = torch.zeros(places, pages, dtype=torch.int64, device=device)
+        self._tables: list[Tensor | None] = [None] * places  # what the rows of the table hold
+        self._rings = stored_rings(store)
         self._pages = {
             slot: _stored(
                 rows,
@@ -74,102 +71,85 @@ class DecodeSteps:
             )
             for slot, rows in store.pages.items()
         }
-        self._frequencies = {
-            has_main: frequencies(config.attention, int(has_main)).to(device)
-            for has_main in (False, True)
-        }
-        self._met: set[Size] = set()
-        self._graphs: dict[Size, tuple[torch.cuda.CUDAGraph, Computed]] = {}
-        self._pool = torch.cuda.graph_pool_handle() if is_cuda else None
+        self._frequencies = stored_frequencies(model, device)
+        self.captured: Captured[Size, Computed] = Captured(self._compute, device, captures=captures)
 
     @property
-    def graphs(self) -> int:
-        """Sizes that are captured."""
-        return len(self._graphs)
+    def sizes(self) -> list[int]:
+        """Rows that steps are padded to."""
+        return sizes_up_to(self._most)
+
+    def prepare(self, page: int) -> None:
+        """Capture steps of every number of rows, for short texts; writes to a page of nobody."""
+        self._table.fill_(page)
+        self._tables = [None] * len(self._tables)
+        self._inputs.tell([(0, 0, 0)], self._most)
+        pages = min(self._table.shape[1], self._fewest_pages)
+        self.captured.prepare((rows, pages) for rows in self.sizes)
+
+    @property
+    def _fewest_pages(self) -> int:
+        return 1 << (LEAST_POSITIONS // self._store.cache.page_size - 1).bit_length()
 
     def takes(self, step: Sequence[tuple[Job, int]]) -> bool:
         """Whether a step can run here."""
-        return all(
-            count == 1
-            and not (job.is_prefill or job.uses_choices)
-            and self._store.has_whole_windows(job.number, job.done)
-            for job, count in step
+        return sum(count for _, count in step) <= self._most and not any(
+            job.is_prefill
+            or job.uses_choices
+            or not self._store.has_whole_windows(job.number, job.done)
+            for job, _ in step
         )
 
-    def run(self, jobs: Sequence[Job]) -> Output:
-        """Compute the next position of each job."""
-        size = self._describe(jobs)
-        found, num = self._computed(size), len(jobs)
+    def run(self, step: Sequence[tuple[Job, int]]) -> Output:
+        """Compute the next positions of each job."""
+        rows = sum(count for _, count in step)
+        found = self.captured(self._describe(step, rows))
         batch = Batch(
-            self._inputs[0, :num],
-            tuple(job.number for job in jobs),
-            tuple(job.done for job in jobs),
-            (1,) * num,
+            self._inputs.there[0, :rows],
+            tuple(job.number for job, _ in step),
+            tuple(job.done for job, _ in step),
+            tuple(count for _, count in step),
         )
-        for job in jobs:
-            self._store.advance(job.number, job.done)
-        taps = None if found.taps is None else found.taps[:num].clone()  # they are kept for long
+        for job, count in step:
+            self._store.advance(job.number, job.done, job.done + count)
+        taps = None if found.taps is None else found.taps[:rows].clone()  # they are kept for long
         return Output(
-            hidden=found.hidden[:num],
+            hidden=found.hidden[:rows],
             batch=batch,
             taps=taps,
             tap_batch=None if taps is None else batch,
             expert_counts={},
             losses=Losses(),
             work=Work(),
-            logits=found.logits[:num],
+            logits=found.logits[:rows],
         )
 
-    def _describe(self, jobs: Sequence[Job]) -> Size:
+    def _describe(self, step: Sequence[tuple[Job, int]], rows: int) -> Size:
         """Tell the device of the jobs; what they need is left untold where it has not changed."""
-        rows = _rounded(len(jobs), self._given.shape[1])
-        filled = [*jobs, *[jobs[0]] * (rows - len(jobs))]
-        found = [self._store.address(job.number) for job in filled]
-        self._given[:, :rows] = torch.tensor(
-            [[j.tokens[j.done] for j in filled], [j.done for j in filled], [p for p, _ in found]]
-        )
-        self._inputs.copy_(self._given, non_blocking=True)
-        for row, (_, table) in enumerate(found):
-            if self._tables[row] is not table:
-                self._table[row, : len(table)] = table
-                self._tables[row] = table
+        described: list[tuple[int, int, int]] = []
+        for job, count in step:
+            place, table = self._store.address(job.number)
+            if self._tables[place] is not table:
+                self._table[place, : len(table)] = table
+                self._tables[place] = table
+            tokens = enumerate(job.upcoming(count), job.done)
+            described += [(token, position, place) for position, token in tokens]
+        padded = rounded(rows, self._most)
+        self._inputs.tell(described, padded)
         size = self._store.cache.page_size
-        pages = max(LEAST_POSITIONS // size, *(job.done // size + 1 for job in jobs))
-        return rows, _rounded(pages, self._table.shape[1])
-
-    def _computed(self, size: Size) -> Computed:
-        """Replay a step of this size, or run it and capture the next one."""
-        if size not in self._graphs:
-            if not (self.captures and size in self._met):
-                self._met.add(size)
-                return self._compute(size)
-            try:
-                self._graphs[size] = self._capture(size)
-            except Exception:
-                logger.exception("decode steps are not captured: the engine goes on without")
-                self.captures = False
-                return self._compute(size)
-        graph, computed = self._graphs[size]
-        graph.replay()
-        self.replays += 1
-        return computed
-
-    def _capture(self, size: Size) -> tuple[torch.cuda.CUDAGraph, Computed]:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            computed = self._compute(size)
-        logger.info("captured decode steps of %d requests and %d pages", *size)
-        return graph, computed
+        pages = max((job.done + count - 1) // size + 1 for job, count in step)
+        power = max(self._fewest_pages, 1 << (pages - 1).bit_length())
+        return padded, min(self._table.shape[1], power)
 
     def _compute(self, size: Size) -> Computed:
         rows, pages = size
-        token_ids, positions, places = self._inputs[:, :rows]
+        token_ids, positions, places = self._inputs.there[:, :rows]
         output = self._model.decode(
             DecodeState(
                 token_ids=token_ids,
                 positions=positions,
                 places=places,
-                table=self._table[:rows, :pages],
+                table=self._table[:, :pages][places],
                 page_size=self._store.cache.page_size,
                 rings=self._rings,
                 pages=self._pages,
@@ -213,13 +193,27 @@ def why_not(model: CausalEncoderDecoder) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+def stored_rings(store: PagedStore) -> dict[Slot, StoredRows]:
+    """All rings of a store, as steps address them."""
+    return {
+        slot: _stored(ring.rows, ring.size, ring.stored, store.dtype)
+        for slot, ring in store.rings.items()
+    }
+
+
+def stored_frequencies(
+    model: CausalEncoderDecoder, device: torch.device
+) -> dict[bool, Float[Tensor, " pairs"]]:
+    """Rotary frequencies of layers without and with main KV."""
+    return {
+        has_main: frequencies(model.config.attention, int(has_main)).to(device)
+        for has_main in (False, True)
+    }
+
+
 def _stored(rows: Tensor, size: int, kept: RowFormat | None, dtype: torch.dtype) -> StoredRows:
     """Rows that decode steps address; token ids have no format."""
     if kept is None:
         return StoredRows(rows, size, None, torch.Tensor.clone)
     form = None if kept.packing is None else kept.packing.form
     return StoredRows(rows, size, form, partial(kept.unpack, dtype=dtype))
-
-
-def _rounded(count: int, most: int) -> int:
-    return min(most, 1 << (count - 1).bit_length())

@@ -1,84 +1,111 @@
 """How drafts are drawn from a drafter's scores, with the chances that they had. Report §2.4.3."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from openv41 import ops
 from openv41.engine.random_streams import Stream, uniform
-from openv41.engine.sampler import Draft, Sampler
+from openv41.engine.sampler import Draft, Sampler, SharesRow
+
+Drawing = tuple[float, ...]  # random numbers of a block, temperature, 1 where drafts are sampled
 
 
-class DraftChooser:
-    """Draws the drafts of several requests, one position of all blocks after the other.
+def drawing_of(samplers: Sequence[Sampler], block_size: int, *, is_greedy: bool) -> list[Drawing]:
+    """How the drafts of each request are drawn: random numbers, temperature, whether they are.
 
     Sampled drafts follow the temperature of their request and nothing else of its settings: what
     they forbid is rejected when it is verified. Requests at temperature 0, or all with
     ``is_greedy``, get the likeliest tokens.
     """
+    drawing = []
+    for sampler in samplers:
+        seed, temperature = sampler.config.seed, sampler.config.temperature
+        if is_greedy or temperature == 0:
+            drawing.append((*(0.0,) * block_size, 1.0, 0.0))
+            continue
+        points = (uniform(seed, Stream.DRAFT, sampler.place, k) for k in range(block_size))
+        drawing.append((*points, temperature, 1.0))
+    return drawing
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """What was drawn: numbers that the host wants, and what stays on the device."""
+
+    numbers: Float64[Tensor, "requests X kinds"]  # token, confidence, chance
+    shares: Float64[Tensor, "requests X V"] | None  # None where no draft was sampled
+
+    def of(self, count: int) -> "Drawn":
+        """Those of the first requests."""
+        return Drawn(self.numbers[:count], None if self.shares is None else self.shares[:count])
+
+
+class DraftChooser:
+    """Draws the drafts of several requests, one position of all blocks after the other."""
 
     def __init__(
         self,
-        samplers: Sequence[Sampler],
-        block_size: int,
-        *,
+        num_tokens: int,
         banned: int,
-        is_greedy: bool,
-        device: torch.device,
+        drawing: Float64[Tensor, "requests numbers"] | None,
     ) -> None:
-        self._num_tokens, self._banned = samplers[0].num_tokens, banned
-        self._is_sampled = [not is_greedy and s.config.temperature > 0 for s in samplers]
+        """``drawing`` is that of ``drawing_of``; None takes the likeliest tokens of all."""
+        self._num_tokens, self._banned, self._drawing = num_tokens, banned, drawing
         self._shares: list[Float[Tensor, "requests V"]] = []  # by position
-        if any(self._is_sampled):
-            points = [
-                [uniform(s.config.seed, Stream.DRAFT, s.place, k) for k in range(block_size)]
-                for s in samplers
-            ]
-            self._points = torch.tensor(points, dtype=torch.float64, device=device)
-            self._temperatures = torch.tensor(
-                [s.config.temperature or 1.0 for s in samplers], dtype=torch.float64, device=device
-            )
-            self._where = torch.tensor(self._is_sampled, device=device)
 
     def __call__(self, logits: Float[Tensor, "requests V"], step: int) -> Int[Tensor, " requests"]:
         """Choose the drafts of one position."""
         scores = logits[:, : self._num_tokens]
         if self._banned < self._num_tokens:
             scores = scores.clone()
-            scores[:, self._banned] = -torch.inf
+            scores[:, self._banned].fill_(-torch.inf)
         likeliest = scores.argmax(-1)
-        if not any(self._is_sampled):
+        if self._drawing is None:
             return likeliest
         wide = scores.double()
-        wide = (wide - wide.amax(-1, keepdim=True)) / self._temperatures[:, None]
+        wide = (wide - wide.amax(-1, keepdim=True)) / self._drawing[:, -2:-1]
         self._shares.append(torch.softmax(wide, -1))
-        drawn = ops.choose_tokens(self._shares[-1], self._points[:, step])
-        return torch.where(self._where, drawn, likeliest)
+        drawn = ops.choose_tokens(self._shares[-1], self._drawing[:, step])
+        return torch.where(self._drawing[:, -1] > 0, drawn, likeliest)
 
-    def drafts(self, tokens: Int[Tensor, "requests X"]) -> list[list[Draft]]:
-        """The chosen tokens with their chances, of each request.
+    def drawn(
+        self, tokens: Int[Tensor, "requests X"], confidence: Float[Tensor, "requests X"]
+    ) -> Drawn:
+        """The chosen tokens, what their drafter thinks of them, and the chances they had."""
+        chances, shares = torch.ones_like(tokens, dtype=torch.float64), None
+        if self._shares:
+            shares = torch.stack(self._shares, dim=1)
+            chances = shares.gather(2, tokens[..., None])[..., 0]
+        numbers = torch.stack([tokens.double(), confidence.double(), chances], dim=-1)
+        return Drawn(numbers, shares)
 
-        They end before one that no working drafter draws: scores that are not finite leave it no
-        chance. Nothing behind it could be accepted.
-        """
-        listed = tokens.tolist()
-        if not self._shares:
-            return [[Draft(token) for token in self._allowed(row)] for row in listed]
-        shares = torch.stack(self._shares, dim=1)  # [requests, X, V]
-        chances = shares.gather(2, tokens[..., None])[..., 0].tolist()
-        found = []
-        for number, row in enumerate(listed):
-            if not self._is_sampled[number]:
-                found.append([Draft(token) for token in self._allowed(row)])
-                continue
-            usable = next((k for k, c in enumerate(chances[number]) if not 0 < c <= 1), len(row))
-            found.append(
-                [Draft(row[k], chances[number][k], shares[number, k]) for k in range(usable)]
-            )
-        return found
 
-    def _allowed(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Drafts before the first one that is banned: of scores that are no numbers."""
-        return tokens[: next((k for k, t in enumerate(tokens) if t == self._banned), len(tokens))]
+def drafts_of(
+    drawn: Drawn,
+    numbers: Float64[np.ndarray, "requests X kinds"],
+    drawing: Sequence[Drawing],
+    banned: int,
+) -> list[list[Draft]]:
+    """Drafts of each request; ``numbers`` are those of ``drawn``, on the host.
+
+    They end before one that no working drafter draws: a banned one, or one whose scores are not
+    finite, which leaves it no chance. Nothing behind it could be accepted.
+    """
+    found = []
+    for request, (rows, (*_, is_sampled)) in enumerate(zip(numbers.tolist(), drawing, strict=True)):
+        drafts: list[Draft] = []
+        for token, _, chance in rows:
+            if token == banned or not 0 < chance <= 1:
+                break
+            if is_sampled and drawn.shares is not None:
+                row = SharesRow(drawn.shares, request, len(drafts))
+                drafts.append(Draft(int(token), chance, row))
+            else:
+                drafts.append(Draft(int(token)))
+        found.append(drafts)
+    return found

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from openv41.engine.draft_choice import DraftChooser
+from openv41.engine.draft_choice import DraftChooser, Drawing, Drawn, drafts_of, drawing_of
+from openv41.engine.draft_graph import captured_drafts
 from openv41.engine.job import Job
 from openv41.engine.paged_store import PagedStore
 from openv41.engine.speculation import DraftChoice, Drafter, SpeculationConfig, Speculator
@@ -33,9 +34,14 @@ class Drafting:
         model: CausalEncoderDecoder,
         store: PagedStore,
         config: SpeculationConfig,
+        *,
+        num_tokens: int,
+        cuda_graphs: bool = False,
     ) -> None:
+        """Tokens below ``num_tokens`` are drafted; ``cuda_graphs`` where they can be captured."""
         self.drafter, self.speculator, self.config = drafter, speculator, config
-        self._model, self._store = model, store
+        self._model, self._store, self._num_tokens = model, store, num_tokens
+        self.graphs = captured_drafts(drafter, model, store, num_tokens) if cuda_graphs else None
         self.is_on = True
         self.steps = 0  # that drafted
         self.budget = 0  # drafts that the last step of decoding requests verified
@@ -59,7 +65,7 @@ class Drafting:
         confidence = None
         with self._may_fail(), torch.inference_mode():
             self._tell()
-            confidence = self._propose(jobs)
+            confidence = self.propose(jobs)
         if confidence is None:
             return {}
         limits = [min(n, len(job.drafts)) for n, job in zip(limits, jobs, strict=True)]
@@ -77,10 +83,10 @@ class Drafting:
         if not self.is_on or taps is None or batch is None:
             return
         of = {job.number: job for job in jobs}
-        for place, request in enumerate(batch.requests):
+        spans = zip(batch.requests, batch.starts, batch.stops, batch.first_rows, strict=True)
+        for request, first, stop, row in spans:
             if (job := of.get(request)) is not None:
-                first, row = batch.starts[place], batch.first_rows[place]
-                job.features.add(first, taps[row : row + min(batch.stops[place], job.done) - first])
+                job.features.add(first, taps[row : row + min(stop, job.done) - first])
                 self._untold[request] = job
         if sum(len(job.features) for job in self._untold.values()) > ROWS_AT_ONCE:
             self.tell()
@@ -103,7 +109,7 @@ class Drafting:
     def _tell(self) -> None:
         told = [job for job in self._untold.values() if job.finished is None and job.features]
         self._untold.clear()
-        if not told:
+        if not told or (self.graphs is not None and self.graphs.write(told)):
             return
         counts = tuple(len(job.features) for job in told)
         batch = Batch(
@@ -135,29 +141,39 @@ class Drafting:
         drafts = min(self.drafter.block_size, self._store.cache.draft_tokens)
         return max(0, min(drafts, answer, context))
 
-    def _propose(self, jobs: Sequence[Job]) -> Float[np.ndarray, "requests X"]:
+    def propose(self, jobs: Sequence[Job]) -> Float[np.ndarray, "requests X"]:
         """Fill ``drafts`` of each job; return the confidences of all."""
-        device = self._store.device
+        drawing = drawing_of(
+            [job.sampler for job in jobs],
+            self.drafter.block_size,
+            is_greedy=self.config.drafts is DraftChoice.GREEDY,
+        )
+        if self.graphs is not None and self.graphs.knows(jobs):
+            drawn = self.graphs.draft(jobs, drawing)
+        else:
+            drawn = self._drawn(jobs, drawing)
+        numbers = drawn.numbers.cpu().numpy()
+        drafted = drafts_of(drawn, numbers, drawing, self._model.config.image_token_id)
+        for job, drafts in zip(jobs, drafted, strict=True):
+            job.drafts = drafts
+        confidence: Float[np.ndarray, "requests X"] = numbers[..., 1]
+        return confidence
+
+    def _drawn(self, jobs: Sequence[Job], drawing: Sequence[Drawing]) -> Drawn:
+        """Draft call by call."""
+        device, settings = self._store.device, None
+        if any(row[-1] for row in drawing):
+            settings = torch.tensor(drawing, dtype=torch.float64, device=device)
         anchors = Batch(
             torch.tensor([job.tokens[-1] for job in jobs], device=device),
             tuple(job.number for job in jobs),
             tuple(job.done for job in jobs),
             (1,) * len(jobs),
         )
-        chooser = DraftChooser(
-            [job.sampler for job in jobs],
-            self.drafter.block_size,
-            banned=self._model.config.image_token_id,
-            is_greedy=self.config.drafts is DraftChoice.GREEDY,
-            device=device,
-        )
-        drafted = self.drafter.draft(
-            self.drafter.propose(self._model, anchors, self._store), chooser
-        )
-        for job, drafts in zip(jobs, chooser.drafts(drafted.tokens), strict=True):
-            job.drafts = drafts
-        confidence: Float[np.ndarray, "requests X"] = drafted.confidence.double().cpu().numpy()
-        return confidence
+        chooser = DraftChooser(self._num_tokens, self._model.config.image_token_id, settings)
+        proposal = self.drafter.propose(self._model, anchors, self._store)
+        drafted = self.drafter.draft(proposal, chooser)
+        return chooser.drawn(drafted.tokens, drafted.confidence)
 
 
 def within(lengths: Sequence[int], room: int) -> list[int]:

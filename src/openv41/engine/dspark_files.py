@@ -36,9 +36,10 @@ class Surroundings:
     numerics: str
     config: str  # hash of the model's configuration
     weights: str  # hash of the model's small tensors, the confidence head's among them
+    graphs: bool  # whether steps are replayed from CUDA graphs
 
     @classmethod
-    def of(cls, model: CausalEncoderDecoder) -> "Surroundings":
+    def of(cls, model: CausalEncoderDecoder, *, graphs: bool = False) -> "Surroundings":
         """What holds here and now."""
         device = model.norm.weight.device
         return cls(
@@ -49,6 +50,7 @@ class Surroundings:
             numerics=str(model.numerics),
             config=_digest(repr(model.config).encode()),
             weights=_weights(model),
+            graphs=graphs,
         )
 
     def differences(self, other: "Surroundings", names: tuple[str, ...]) -> list[str]:
@@ -60,7 +62,7 @@ class Surroundings:
         ]
 
 
-PROFILE_NEEDS = ("device", "threads", "torch", "openv41", "numerics", "config")
+PROFILE_NEEDS = ("device", "threads", "torch", "openv41", "numerics", "config", "graphs")
 CALIBRATION_NEEDS = ("numerics", "config", "weights")
 
 

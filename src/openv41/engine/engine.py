@@ -43,7 +43,7 @@ from openv41.engine.stats import EngineStats, Figures
 from openv41.engine.step_probe import StepProbe
 from openv41.engine.stops import TextStream
 from openv41.errors import ConfigError, InputError, OverloadedError
-from openv41.io.checkpoint import load_model
+from openv41.io.checkpoint import LoadDtype, load_model
 from openv41.io.engram_store import EngramPlacement
 from openv41.io.hf_config import read_variant
 from openv41.io.tokenizer import TextTokenizer, load_tokenizer
@@ -52,6 +52,8 @@ from openv41.model.causal_encoder_decoder import CausalEncoderDecoder, Output
 from openv41.model.prefill import PrefillMode, ReplayVariant, find_cut, layer_rows
 
 logger = logging.getLogger(__name__)
+
+WEIGHTS: dict[str, LoadDtype] = {"released": "stored", "bf16qat": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +73,7 @@ class EngineConfig:
     engram: EngramPlacement = "resident"  # of a model that ``Engine.load`` loads
     deterministic: bool = False  # likewise: an answer does not depend on its neighbours
     speculation: SpeculationConfig | None = field(default_factory=SpeculationConfig)  # None: off
-    cuda_graphs: bool = False  # of decode steps, on a CUDA device
+    cuda_graphs: bool = True  # of steps that decode, on a CUDA device
 
     def __post_init__(self) -> None:
         problems = []
@@ -99,12 +101,7 @@ class Engine:
         speculator: Speculator | None = None,
     ) -> None:
         """``drafter`` None takes the model's, if it has one; ``speculator`` None verifies all."""
-        if config.disk_folder is not None and not fingerprint:
-            problem = (
-                "disk_folder is set but fingerprint is empty, so that pages of other weights would "
-                "be taken for this model's; name the weights, or use Engine.load, which does"
-            )
-            raise ConfigError("engine", [problem])
+        _check_disk(config, fingerprint)
         self.model, self.tokenizer, self.config = model, tokenizer, config
         weight = model.norm.weight
         self.device = weight.device
@@ -121,7 +118,13 @@ class Engine:
         self.drafting: Drafting | None = None
         if drafter is not None and config.speculation is not None:
             self.drafting = Drafting(
-                drafter, speculator or VerifyAll(), model, self.store, config.speculation
+                drafter,
+                speculator or VerifyAll(),
+                model,
+                self.store,
+                config.speculation,
+                num_tokens=self.num_tokens,
+                cuda_graphs=config.cuda_graphs,
             )
         self.cut, reason = find_cut(model.config, config.prefill_cut)
         if self.cut is None and config.prefill is not PrefillMode.FULL:
@@ -156,14 +159,19 @@ class Engine:
         numerics: str | None = None,
         device: torch.device | str = "cpu",
     ) -> "Engine":
-        """Load a checkpoint; ``numerics`` None takes what it is: f32, or released if quantised."""
+        """Load a checkpoint; ``numerics`` None takes what it is: f32, or released if quantised.
+
+        Weights are kept as stored with "released", else in float32, with "bf16qat" in bfloat16.
+        """
         name = numerics or ("released" if read_variant(checkpoint) == "released" else "f32")
         if name not in NUMERICS:
             raise InputError(f"numerics is {name!r}, must be one of {', '.join(NUMERICS)}")
+        if name == "released" and torch.device(device).type == "cuda":
+            logger.info("weights are unpacked in every step; numerics bf16qat unpack them once")
         model = load_model(
             checkpoint,
             numerics=replace(NUMERICS[name], deterministic=config.deterministic),
-            dtype="stored" if name == "released" else torch.float32,
+            dtype=WEIGHTS.get(name, torch.float32),
             device=device,
             engram=config.engram,
         )
@@ -235,6 +243,25 @@ class Engine:
         finally:
             if drafting is not None:
                 drafting.end_step()
+
+    def capture_steps(self) -> None:
+        """Capture steps as CUDA graphs now, and not when requests first need them.
+
+        Steps of texts that are longer than most are left until they are met. Nobody may run.
+        """
+        if not self.is_idle:
+            raise InputError("requests run; capture steps before the first one")
+        if self.decode is None:
+            return
+        self.prefixes.make_room(max(0, 1 - self.store.allocator.free))
+        [page] = self.store.allocator.take(1)
+        try:
+            with torch.inference_mode():
+                self.decode.prepare(page)
+                if self.drafting is not None and self.drafting.graphs is not None:
+                    self.drafting.graphs.prepare()
+        finally:
+            self.store.allocator.release([page])
 
     def stream(self, request: Request) -> Generator[Event, None, None]:
         """Yield the events of one request as they come; closing the iterator cancels it."""
@@ -336,7 +363,7 @@ class Engine:
     def _forward(self, step: Sequence[tuple[Job, int]]) -> tuple[Output, StepProbe | None]:
         jobs = [job for job, _ in step]
         if self.decode is not None and self.decode.takes(step):
-            return self.decode.run(jobs), None
+            return self.decode.run(step), None
         ids = [token for job, count in step for token in job.upcoming(count)]
         batch = Batch(
             torch.tensor(ids, dtype=torch.int64, device=self.device),
@@ -450,6 +477,15 @@ class Engine:
     def _admit(self, job: Job) -> None:
         """Let a request start from what is cached, unless it asks for all of its rows."""
         self.prefixes.adopt(job, reuse=self.config.prefix_cache and not job.needs_all_rows)
+
+
+def _check_disk(config: EngineConfig, fingerprint: str) -> None:
+    if config.disk_folder is not None and not fingerprint:
+        problem = (
+            "disk_folder is set but fingerprint is empty, so that pages of other weights would "
+            "be taken for this model's; name the weights, or use Engine.load, which does"
+        )
+        raise ConfigError("engine", [problem])
 
 
 def _fingerprint(checkpoint: Path, numerics: str) -> str:

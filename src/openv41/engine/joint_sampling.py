@@ -52,8 +52,7 @@ def draw_together(
         logits = logits.clone()
         logits[:, banned] = -torch.inf
     best, likeliest = logits.max(-1)
-    is_usable = best.isfinite().tolist()
-    tokens = likeliest.tolist()
+    is_usable, tokens = torch.stack([best.isfinite().long(), likeliest]).tolist()
     sampled = []
     for i in simple:
         one = drawings[i]
@@ -103,7 +102,7 @@ def _draw_sampled(
     accepted = _accepted(shares, drawings)
     begin, ends, points, rests = 0, [], [], []
     for place, (one, held) in enumerate(zip(drawings, accepted, strict=True)):
-        is_rejected = held < len(one.drafts) and one.drafts[held].shares is not None
+        is_rejected = held < len(one.drafts) and one.drafts[held].is_sampled
         if is_rejected:
             rests.append((place, one.drafts[held].shares))
         ends.append(begin + held)
@@ -134,7 +133,7 @@ def _accepted(shares: Float[Tensor, "rows V"], drawings: Sequence[Drawing]) -> l
         where += range(begin, begin + len(one.drafts))
         drafts += one.drafts
         coins += [
-            _point(one, k, Stream.TOKEN if draft.shares is None else Stream.COIN)
+            _point(one, k, Stream.COIN if draft.is_sampled else Stream.TOKEN)
             for k, draft in enumerate(one.drafts)
         ]
         begin += one.num_rows
@@ -144,8 +143,8 @@ def _accepted(shares: Float[Tensor, "rows V"], drawings: Sequence[Drawing]) -> l
     chances = _column([draft.chance for draft in drafts], shares)[:, 0]
     points, rows = _column(coins, shares)[:, 0], shares[torch.tensor(where, device=shares.device)]
     holds = ops.accept_drafts(rows.gather(1, tokens[:, None])[:, 0], chances, points)
-    is_sure = torch.tensor([draft.shares is None for draft in drafts], device=shares.device)
-    if any(draft.shares is None for draft in drafts):
+    is_sure = torch.tensor([not draft.is_sampled for draft in drafts], device=shares.device)
+    if not all(draft.is_sampled for draft in drafts):
         holds = torch.where(is_sure, ops.choose_tokens(rows, points) == tokens, holds)
     listed, found = iter(holds.tolist()), []
     for one in drawings:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from openv41.config import ModelConfig, NumericsConfig
 from openv41.engine.pages import PageAllocator
-from openv41.engine.rings import Addresses, Ring, RingBounds, ring_addresses, ring_slots
+from openv41.engine.rings import Addresses, Ahead, Ring, RingBounds, ring_addresses, ring_slots
 from openv41.errors import ConfigError, InputError
 from openv41.layers.store import PackedRows, Place, Slot, Spans
 from openv41.model.cache_formats import RowFormat, row_format
@@ -55,7 +55,7 @@ class _Held:
     place: int
     pages: list[int] = field(default_factory=list)
     frozen: int = 0  # positions whose entries were found in shared pages
-    ahead: tuple[int, int] | None = None  # written by decode steps, and not yet noted in all rings
+    ahead: Ahead | None = None
     has_windows: bool = False  # as ``has_whole_windows`` found
     table: Int64[Tensor, " pages"] = field(
         default_factory=lambda: torch.empty(0, dtype=torch.int64)
@@ -201,8 +201,7 @@ class PagedStore:
     ) -> None:
         """Set rows; entries that a request found in shared pages stay as they are."""
         if slot in self.rings:
-            ring = self.rings[slot]
-            places = self._places(spans.requests)
+            ring, places = self.rings[slot], self._places(spans.requests, slot)
             source = rows if slot == TOKENS else unrounded.detach()
             ring.write(places, spans, self._ring_rows(spans, ring.size), source)
             return
@@ -221,7 +220,7 @@ class PagedStore:
             return None
         if slot in self.rings:
             ring = self.rings[slot]
-            ring.note(self._places(spans.requests), spans)
+            self.note(slot, spans)
             return Place(ring.rows, self._ring_rows(spans, ring.size).of_all, packing.form)
         ratio = self.config.compress_ratios[slot.layer]
         rows, firsts = self._page_rows(spans, ratio), self._fresh(spans, ratio)
@@ -282,15 +281,17 @@ class PagedStore:
         """How many rows right before ``starts`` the ring of each request still has."""
         bounds = self.rings[slot].bounds
         return tuple(
-            bounds[place].rows_before(start) if (place := self._settled(r).place) in bounds else 0
-            for r, start in zip(requests, starts, strict=True)
+            bounds[place].rows_before(start) if place in bounds else 0
+            for place, start in zip(self._places(requests, slot), starts, strict=True)
         )
 
     def truncate(self, request: int, position: int) -> None:
         """Forget everything that positions >= ``position`` wrote, up to ``draft_tokens`` back."""
-        length, held = self.length(request), self._settled(request)
-        held.has_windows = False
-        rings = self._rings_of(held)
+        length, held = self.length(request), self._held[request]
+        is_ahead = held.ahead is not None and held.ahead.first <= position
+        rings = [self.rings[TOKENS]]  # the others hear of it when they are settled
+        if not is_ahead:
+            rings = self._rings_of(self._settled(request))
         high = max((ring.bounds[held.place].high for ring in rings), default=0)
         lowest = max(0, high - self.cache.draft_tokens)
         if not lowest <= position <= length and position != 0:
@@ -298,10 +299,11 @@ class PagedStore:
                 f"request {request} has {length} positions and can be truncated to {lowest} or "
                 f"later, not to {position}; close it and prefill again"
             )
+        held.has_windows &= is_ahead
+        if held.ahead is not None:
+            held.ahead.stop = min(held.ahead.stop, position)
         for ring in rings:
-            bounds = ring.bounds[held.place]
-            bounds.stop = min(bounds.stop, position)
-            bounds.first = min(bounds.first, bounds.stop)
+            ring.bounds[held.place].cut(position)
         pages = list(held.pages)
         keep = -(-position // self.cache.page_size)
         self._release(held.pages[keep:])
@@ -342,23 +344,31 @@ class PagedStore:
         held = self._held[request]
         return held.place, held.table
 
-    def advance(self, request: int, position: int) -> None:
-        """Note that a decode step has written the rows of this position in every layer."""
+    def note(self, slot: Slot, spans: Spans) -> None:
+        """Note that rows of a ring were written."""
+        self.rings[slot].note(self._places(spans.requests, slot), spans)
+
+    def advance(self, request: int, start: int, stop: int) -> None:
+        """Note that a step has written the rows of these positions in every layer."""
         held, ring = self._held[request], self.rings[TOKENS]
-        ring.bounds.setdefault(held.place, RingBounds()).write(position, position + 1, ring.size)
-        first, stop = held.ahead or (position, position)
-        assert stop == position, f"request {request} goes on at {stop}, not at {position}"
-        held.ahead = first, position + 1
+        ring.bounds.setdefault(held.place, RingBounds()).write(start, stop, ring.size)
+        if held.ahead is None:
+            held.ahead = Ahead(start, start, start)
+        held.ahead.write(start, stop)
 
     def _settled(self, request: int) -> _Held:
         """What a request holds, with every ring's bounds as they are."""
         held = self._held[request]
-        if held.ahead is not None:
+        if (ahead := held.ahead) is not None:
             for slot, ring in self.rings.items():
-                if slot != TOKENS and slot.layer < self.config.num_layers:
-                    ring.bounds.setdefault(held.place, RingBounds()).write(*held.ahead, ring.size)
+                if self._is_behind(slot):
+                    ahead.settle(ring.bounds.setdefault(held.place, RingBounds()), ring.size)
             held.ahead = None
         return held
+
+    def _is_behind(self, slot: Slot) -> bool:
+        """Whether steps leave it to ``_settled`` to note what they write."""
+        return slot != TOKENS and slot.layer < self.config.num_layers
 
     # storage
 
@@ -437,13 +447,15 @@ class PagedStore:
 
     # addresses
 
-    def _places(self, requests: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(self._settled(request).place for request in requests)
+    def _places(self, requests: tuple[int, ...], slot: Slot) -> tuple[int, ...]:
+        """Places of requests, with the bounds of this slot's ring as they are."""
+        is_behind = self._is_behind(slot)
+        return tuple((self._settled(r) if is_behind else self._held[r]).place for r in requests)
 
     def _ring_rows(self, spans: Spans, size: int) -> Addresses:
         key = (spans, size)
         if key not in self._addresses:
-            places = self._places(spans.requests)
+            places = tuple(self._held[request].place for request in spans.requests)
             self._addresses[key] = ring_addresses(places, spans, size, self.device)
         return self._addresses[key]
 

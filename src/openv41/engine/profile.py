@@ -68,6 +68,7 @@ def measure_costs(
     """
     if engine.drafting is None:
         raise InputError("the checkpoint has no drafter, so there is nothing to profile")
+    engine.capture_steps()
     forced, used = ForcedVerification(), engine.drafting.speculator
     engine.drafting.speculator = forced
     plain: dict[int, list[float]] = {}
@@ -83,7 +84,8 @@ def measure_costs(
             told(load, statistics.median(plain[load]), statistics.median(verify[load, most]))
     finally:
         engine.drafting.speculator = used
-    return CostTable.measured(plain, verify)
+    tiers = () if engine.decode is None else engine.decode.sizes
+    return CostTable.measured(plain, verify, tiers=tiers)
 
 
 def _steps(

@@ -29,9 +29,33 @@ class RingBounds:
         self.high = max(self.high, stop)
         self.first, self.stop = max(self.first, self.high - size), stop
 
+    def cut(self, position: int) -> None:
+        """Forget rows from a position on; those older than they were are gone all the same."""
+        self.stop = min(self.stop, position)
+        self.first = min(self.first, self.stop)
+
     def rows_before(self, start: int) -> int:
         """Valid rows right before ``start``."""
         return start - self.first if self.first <= start <= self.stop else 0
+
+
+@dataclass(slots=True)
+class Ahead:
+    """Positions that steps have written in every layer, and that not every ring's bounds say."""
+
+    first: int
+    stop: int
+    high: int  # behind the last one ever written
+
+    def write(self, start: int, stop: int) -> None:
+        """Note that the next positions were written."""
+        assert start == self.stop, f"steps go on at {self.stop}, not at {start}"
+        self.stop, self.high = stop, max(self.high, stop)
+
+    def settle(self, bounds: RingBounds, size: int) -> None:
+        """Let the bounds of a ring say so."""
+        bounds.write(self.first, self.high, size)
+        bounds.cut(self.stop)
 
 
 @dataclass

@@ -74,12 +74,36 @@ class SamplingConfig:
 class Draft:
     """A drafted token, the chance that it had, and the chances of all tokens.
 
-    ``shares`` is None for one that could have been no other: its chance is 1.
+    One without such chances could have been no other: its chance is 1.
     """
 
     token: int
     chance: float = 1.0
-    shares: Float[Tensor, " V"] | None = None
+    given: "Float[Tensor, ' V'] | SharesRow | None" = None
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether it could have been another token."""
+        return self.given is not None
+
+    @property
+    def shares(self) -> Float[Tensor, " V"] | None:
+        """The chances of all tokens; None for one that could have been no other."""
+        return self.given.row if isinstance(self.given, SharesRow) else self.given
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SharesRow:
+    """Chances among those of many drafts, cut out when somebody asks: few are rejected."""
+
+    block: Float[Tensor, "requests X V"]
+    request: int
+    place: int
+
+    @property
+    def row(self) -> Float[Tensor, " V"]:
+        """The chances of all tokens."""
+        return self.block[self.request, self.place]
 
 
 class Sampler:
@@ -251,7 +275,7 @@ class Sampler:
         if self.config.temperature == 0:
             return int((scores == scores.max()).nonzero()[0])
         shares = self._shares(scores)
-        if draft is None or draft.shares is None:
+        if draft is None or not draft.is_sampled:
             return self._choose(shares, Stream.TOKEN)
         coin = uniform(self.config.seed, Stream.COIN, self.place)
         chances = shares[draft.token], _number(draft.chance)
@@ -283,7 +307,7 @@ def _wide(shares: Float[Tensor, " V"] | None) -> Float[Tensor, " V"]:
 
 
 def _all_shares(drafts: Sequence[Draft]) -> bool:
-    return bool(drafts) and all(draft.shares is not None for draft in drafts)
+    return bool(drafts) and all(draft.is_sampled for draft in drafts)
 
 
 def check_logits(logits: Float[Tensor, " V"], owner: str) -> None:

@@ -14,13 +14,11 @@ from openv41.engine.dspark_files import (
     load_profile,
 )
 from openv41.engine.engine import Engine
-from openv41.engine.profile import ForcedVerification
 from openv41.errors import InputError
 
 logger = logging.getLogger(__name__)
 
 ALL = "every draft is verified, which under load can be slower than none"
-NOTHING = "nothing is drafted, as steps that verify drafts are not replayed from CUDA graphs"
 
 
 def schedule_verification(
@@ -33,8 +31,7 @@ def schedule_verification(
     """Give an engine the speculator that its files allow, and log which.
 
     Files that are named must be of this machine and these weights (InputError); those beside the
-    checkpoint are used only if they are. Without a profile the engine verifies every draft, but
-    where steps without drafts are replayed from CUDA graphs it drafts nothing.
+    checkpoint are used only if they are. Without a profile the engine verifies every draft.
     """
     if engine.drafting is None:
         if profile is not None or calibration is not None:
@@ -43,13 +40,10 @@ def schedule_verification(
                 "checkpoint has no drafter, or speculation is off"
             )
         return
-    here = Surroundings.of(engine.model)
-    has_graphs = engine.decode is not None
-    costs = _profile(profile, checkpoint / PROFILE_FILE, here, NOTHING if has_graphs else ALL)
+    here = Surroundings.of(engine.model, graphs=engine.decode is not None)
+    costs = _profile(profile, checkpoint / PROFILE_FILE, here)
     found = _calibration(calibration, checkpoint / CALIBRATION_FILE, here)
     if costs is None:
-        if has_graphs:
-            engine.drafting.speculator = ForcedVerification()
         return
     size = engine.drafting.drafter.block_size
     for name, drafts in (
@@ -63,17 +57,15 @@ def schedule_verification(
     )
 
 
-def _profile(
-    named: Path | None, beside: Path, here: Surroundings, without: str
-) -> CostTable | None:
+def _profile(named: Path | None, beside: Path, here: Surroundings) -> CostTable | None:
     if named is not None:
         return load_profile(named, here)
     try:
         if beside.exists():
             return load_profile(beside, here)
-        logger.info("%s; 'openv41 dspark profile' measures what it costs here", without)
+        logger.info("%s; 'openv41 dspark profile' measures what it costs here", ALL)
     except InputError as error:
-        logger.warning("%s: %s", without, error)
+        logger.warning("%s: %s", ALL, error)
     return None
 
 

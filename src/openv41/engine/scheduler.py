@@ -56,8 +56,8 @@ class Scheduler:
     def next_step(self, draft: CountDrafts | None = None) -> list[tuple[Job, int]]:
         """Choose jobs and how many positions of each; their pages are reserved.
 
-        ``draft`` says how many drafts of the decoding jobs are verified. While prompts wait they
-        take half of what decoding leaves of the budget at most, and no page from anybody.
+        ``draft`` says how many drafts of the decoding jobs are verified; they take what prompts
+        leave of the budget, and no page from anybody.
         """
         self._fill_places()
         budget = self.config.tokens_per_step
@@ -67,7 +67,7 @@ class Scheduler:
         budget -= len(decoding)
         drafts: Mapping[int, int] = {}
         if draft is not None and decoding:
-            drafts = draft(decoding, budget // 2 if prompts else budget)
+            drafts = draft(decoding, max(0, budget - sum(job.pending for job in prompts)))
         shares = [(job, 1 + drafts.get(job.number, 0)) for job in decoding]
         budget -= sum(drafts.values())
         shares += _shared(prompts[:budget], budget)

@@ -196,6 +196,10 @@ class ForwardContext:
         known = self._with_past(slot, past, lambda: self._stored(slot, latents, name))
         return known, self._windows[past, floors]
 
+    def write_window(self, slot: Slot, latents: Latents) -> None:
+        """Write a row per new token that this batch does not read."""
+        self._stored(slot, latents, f"layers.{slot.layer}.window_kv")
+
     def no_main(self, window: Tensor) -> tuple[Shaped[Tensor, "M columns"], ops.Keys]:
         """No row for any token: the main part of a layer without main KV, beside its window."""
         return window[:0], self.no_keys

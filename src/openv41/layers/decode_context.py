@@ -1,8 +1,9 @@
-"""The context of a decode step: one token of each request. Report §2.2, §2.3.1.
+"""The context of a decode step: rows that say themselves where they stand. Report §2.2, §2.3.1.
 
 What a step reads and writes is addressed on the device, from positions and page tables that lie
 there. Sizes are those of the tables, so that a step can be captured once and replayed: nothing that
-the host does depends on what the tables hold.
+the host does depends on what the tables hold. A request has one row, or one for its newest token
+and one for each draft behind it.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from openv41 import ops
@@ -35,10 +36,11 @@ class StoredRows:
 
 @dataclass(frozen=True, eq=False)
 class DecodeState:
-    """A step of R requests, and where all state is; rows may repeat a request.
+    """A step of R rows, and where all state is; the last row may be repeated.
 
-    Position p of a request is row p mod size of its place in a ring, entry j row j mod size of its
-    page j // size. Behind the pages of a request its row of the table holds any page.
+    Rows of a request follow each other by position. Position p of a request is row p mod size of
+    its place in a ring, entry j row j mod size of its page j // size. Behind the pages of a request
+    its rows of the table hold any page.
     """
 
     token_ids: Int[Tensor, " R"]
@@ -53,7 +55,7 @@ class DecodeState:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DecodeBatch(Batch):
-    """One new token of each request; its position is known on the device alone."""
+    """Rows whose positions are known on the device alone; to others each is a request."""
 
     at: Int[Tensor, " T"]
 
@@ -67,7 +69,7 @@ class DecodeContext(ForwardContext):
     """Reads rows where they are stored, by address; writes before it reads.
 
     The entry of a group that is not complete is written too: nobody sees it, and it is written
-    again when the group is complete.
+    again when the group is complete. Where a later row of the step completes it, both write that.
     """
 
     has_fixed_sizes = True
@@ -94,6 +96,7 @@ class DecodeContext(ForwardContext):
             num, width = len(self._numbers), self._width(ratio)
             positions = self.batch.positions
             members = num * torch.arange(2 - ratio, 2, device=positions.device)
+            last = self._numbers + self._is_continued * (positions % ratio == 0) * (ratio > 1)
             self._entries[ratio] = Entries(
                 ratio=ratio,
                 spans=Spans(self.batch.requests, (0,) * num, (width,) * num),
@@ -102,12 +105,19 @@ class DecodeContext(ForwardContext):
                 visible=(positions + 1) // ratio,
                 first_rows=self._numbers * width,
                 new_positions=positions // ratio * ratio,
-                member_rows=self._numbers[:, None] + members,
+                member_rows=last[:, None] + members,
             )
         return self._entries[ratio]
 
+    @cached_property
+    def _is_continued(self) -> Bool[Tensor, " T"]:
+        """Whether the next row is the next position of the same request."""
+        places, positions = self._state.places, self.batch.positions
+        follows = (places[1:] == places[:-1]) & (positions[1:] == positions[:-1] + 1)
+        return torch.nn.functional.pad(follows, (0, 1))
+
     def segments(self, ratio: int) -> list[Segment]:
-        """All requests at once; where their entries are only the table says."""
+        """All rows at once; where their entries are only the table says."""
         if ratio not in self._segments:
             own = self._numbers[:, None]
             nowhere = own.expand(-1, self._width(ratio))
@@ -117,12 +127,17 @@ class DecodeContext(ForwardContext):
     def window(self, slot: Slot, latents: Latents) -> tuple[Shaped[Tensor, "S columns"], ops.Keys]:
         """Write a row per token; return the whole ring and what each token sees of it."""
         ring, reach = self._state.rings[slot], self._attention.window_size
-        self._write(ring, self._own_rows(ring.size), latents)
+        self.write_window(slot, latents)
         key = (ring.size,), None
         if key not in self._windows:
             rows = self._ring_rows(reach, ring.size)
             self._windows[key] = ops.plan_keys(rows, deterministic=self.deterministic)
         return ring.rows, self._windows[key]
+
+    def write_window(self, slot: Slot, latents: Latents) -> None:
+        """Write a row per token that this batch does not read."""
+        ring = self._state.rings[slot]
+        self._write(ring, self._own_rows(ring.size), latents)
 
     def no_main(self, window: Tensor) -> tuple[Shaped[Tensor, "M columns"], ops.Keys]:
         """No row of a store whose rows are packed as those of main KV."""
@@ -139,8 +154,8 @@ class DecodeContext(ForwardContext):
     def with_pending(self, slot: Slot, new: Float[Tensor, "T C"]) -> Float[Tensor, "rows C"]:
         """Put the projections of the positions before in front of the new ones."""
         ring = self._state.rings[slot]
-        pending = ring.rows[self._ring_rows(2, ring.size)[:, 0]].to(new.dtype)
         ring.rows[self._own_rows(ring.size)] = new.to(ring.rows.dtype)
+        pending = ring.rows[self._ring_rows(2, ring.size)[:, 0]].to(new.dtype)
         return torch.cat([pending, new])
 
     def publish_entries(self, slot: Slot, ratio: int, latents: Latents) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from openv41 import ops
 from openv41.layers.context import ForwardContext
 from openv41.layers.latent_attention import LatentAttention
+from openv41.layers.latents import Latents
 from openv41.layers.rounding import round_window_kv
 
 
@@ -45,12 +46,9 @@ class DraftBlocks:
 class DraftAttention(LatentAttention):
     """Window attention whose window ends before the block, and which is bidirectional in it."""
 
-    def context_kv(
-        self, main_x: Float[Tensor, "T D"], rope: Complex[Tensor, "T pairs"]
-    ) -> tuple[Float[Tensor, "T C"], Float[Tensor, "T C"]]:
-        """KV of committed positions from the target's features: rounded, and before rounding."""
-        exact = self.latent_kv(main_x, rope)
-        return round_window_kv(exact, self.numerics), exact
+    def context(self, main_x: Float[Tensor, "T D"], rope: Complex[Tensor, "T pairs"]) -> Latents:
+        """KV of committed positions from the target's features."""
+        return Latents("window", self.wkv(main_x), self.kv_norm, rope, self.numerics)
 
     def forward(
         self, x: Float[Tensor, "T D"], context: Float[Tensor, "S C"], blocks: DraftBlocks

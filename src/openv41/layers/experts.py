@@ -36,6 +36,11 @@ class Gate(Float32Islands):
         self.bias_vl = nn.Parameter(torch.empty(num, **wide), requires_grad=False)
 
 
+def _is_read_by_host(x: Float[Tensor, "T D"]) -> bool:
+    """Whether the host asks for the experts of a single token: on a GPU that would wait."""
+    return len(x) == 1 and not x.is_cuda
+
+
 class RoutedExperts(nn.Module):
     """The feed-forward weights of all experts, stacked: w1 gate, w3 up, w2 down."""
 
@@ -63,7 +68,7 @@ class RoutedExperts(nn.Module):
         """Sum of the chosen experts' weighted outputs, at least float32."""
         if not len(x):
             return widened(x)
-        if len(x) == 1 and not x.is_cuda:
+        if _is_read_by_host(x):
             return self._run_for_one(x, expert_ids[0].tolist(), weights[0])
         few = x.is_cuda and expert_ids.numel() <= FEW_PAIRS
         sort = ops.order_pairs if few else ops.sort_by_expert

@@ -240,6 +240,12 @@ class CausalEncoderDecoder(nn.Module):
         total = Losses() if losses is None else losses.total()
         return Output(hidden, ctx.batch, taps, tap_batch, ctx.expert_counts, total, ctx.work)
 
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        """Of the residual streams, and of the features that a drafter reads."""
+        is_narrow = self.numerics.compute_dtype == "bfloat16"
+        return torch.bfloat16 if is_narrow else self.embed.weight.dtype
+
     def engrams(self) -> list[Engram]:
         """The Engram of each layer that has one."""
         return [
@@ -293,8 +299,7 @@ class CausalEncoderDecoder(nn.Module):
     def _embed(self, batch: Batch, ctx: ForwardContext) -> Float[Tensor, "T D"]:
         """Embed text by its ids; image positions take the batch's rows."""
         embedded = nn.functional.embedding(batch.token_ids, self.embed.weight)
-        if self.numerics.compute_dtype == "bfloat16":
-            embedded = embedded.to(torch.bfloat16)
+        embedded = embedded.to(self.stream_dtype)
         if ctx.is_image is None or batch.image_embeds is None:
             return embedded
         rows = ctx.is_image.nonzero()[:, 0]

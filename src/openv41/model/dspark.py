@@ -6,7 +6,7 @@ They read the target's features of the committed positions P-128..P-1 and one an
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Protocol, Unpack, runtime_checkable
@@ -19,6 +19,7 @@ from openv41 import ops
 from openv41.config import DsparkConfig, ModelConfig, MoeConfig, NumericsConfig
 from openv41.layers.batch import Batch
 from openv41.layers.context import ForwardContext
+from openv41.layers.decode_context import DecodeContext, DecodeState
 from openv41.layers.draft_attention import DraftAttention, DraftBlocks, Window
 from openv41.layers.experts import MixtureOfExperts
 from openv41.layers.factory import Factory
@@ -124,9 +125,9 @@ class DSparkDrafter(nn.Module):
         **made: Unpack[Factory],
     ) -> None:
         super().__init__()
-        dim, taps = config.hidden_size, len(dspark.target_layer_ids)
+        dim = config.hidden_size
         self.config, self.dspark, self.numerics = config, dspark, numerics
-        self.main_proj = QuantizedLinear(taps * dim, dim, numerics, **made)
+        self.main_proj = QuantizedLinear(self.tap_width, dim, numerics, **made)
         self.main_norm = RMSNorm(dim, config.norm_eps, **made)
         moe = dspark.moe(config.moe)
         self.stages = nn.ModuleList(
@@ -141,6 +142,11 @@ class DSparkDrafter(nn.Module):
     def block_size(self) -> int:
         """Rows of a block, always all of them: fewer would be another model."""
         return self.dspark.block_size
+
+    @property
+    def tap_width(self) -> int:
+        """Numbers of a position's features: stream means of all tapped layers."""
+        return len(self.dspark.target_layer_ids) * self.config.hidden_size
 
     @property
     def num_stages(self) -> int:
@@ -165,11 +171,16 @@ class DSparkDrafter(nn.Module):
         kept, rows = tap_batch.part(firsts, stops)
         if not len(rows):
             return
-        ctx = self._context(kept)
-        main_x = self.main_features(taps[rows])
+        self._write(taps[rows], self._context(kept, store))
+
+    def write_rows(self, taps: Float[Tensor, "R width"], state: DecodeState) -> None:
+        """Store context KV of committed positions where ``state`` says, waiting for nothing."""
+        self._write(taps, self._decode_context(state))
+
+    def _write(self, taps: Float[Tensor, "rows width"], ctx: ForwardContext) -> None:
+        main_x = self.main_features(taps)
         for stage in self.all_stages():
-            rounded, exact = stage.attention.context_kv(main_x, ctx.rope(0))
-            store.write(stage.slot, kept.spans, rounded, exact)
+            ctx.write_window(stage.slot, stage.attention.context(main_x, ctx.rope(0)))
 
     def propose(self, target: Target, anchors: Batch, store: KVStore) -> Proposal:
         """Run the stages on a whole block behind each anchor.
@@ -196,6 +207,34 @@ class DSparkDrafter(nn.Module):
             for stage in self.all_stages()
         ]
         hidden = self._run(target, blocks, contexts)
+        return Proposal(anchors, hidden, self.base_logits(target, hidden))
+
+    def propose_rows(self, target: Target, state: DecodeState) -> Proposal:
+        """The same behind one anchor per row of ``state``, waiting for nothing.
+
+        Rings must hold the context KV of all positions that the blocks read.
+        """
+        size, window, count = self.block_size, self.config.attention.window_size, len(state.places)
+        counts = state.positions.clamp(max=window)
+        ahead, behind = (torch.arange(n, device=counts.device) for n in (size, window))
+        near = (state.positions - counts)[:, None] + behind
+        contexts = []
+        for stage in self.all_stages():
+            ring = state.rings[stage.slot]
+            rows = state.places[:, None] * ring.size + near % ring.size
+            contexts.append(ring.unpack(ring.rows[rows.flatten()]))
+        firsts = window * torch.arange(count, device=counts.device)
+        ctx = self._decode_context(
+            replace(
+                state,
+                token_ids=self._block_ids(state.token_ids),
+                positions=(state.positions[:, None] + ahead).flatten(),
+                places=state.places.repeat_interleave(size),
+            )
+        )
+        seen = Window(firsts, counts, widest=window, total=count * window)
+        hidden = self._run(target, DraftBlocks(ctx, seen, size), contexts)
+        anchors = Batch(state.token_ids, tuple(range(count)), (0,) * count, (1,) * count)
         return Proposal(anchors, hidden, self.base_logits(target, hidden))
 
     def draft(self, proposal: Proposal, choose: Choose = most_likely) -> DraftedBlocks:
@@ -238,7 +277,7 @@ class DSparkDrafter(nn.Module):
         widest = self._widest(counts.tolist())
         window = Window(anchor_rows - counts, counts, widest=widest, total=len(taps))
         blocks = self._blocks(batch.token_ids[anchor_rows], tuple(starts.tolist()), window)
-        contexts = [s.attention.context_kv(main_x, ctx.rope(0))[0] for s in self.all_stages()]
+        contexts = [s.attention.context(main_x, ctx.rope(0)).rounded for s in self.all_stages()]
         hidden = self._run(target, blocks, contexts)
         return Blocks(hidden, blocks.ctx.expert_counts)
 
@@ -273,19 +312,28 @@ class DSparkDrafter(nn.Module):
     ) -> DraftBlocks:
         """Rows [anchor, noise, noise, ...] at positions P, P + 1, ... of each anchor."""
         size, count = self.block_size, len(anchors)
-        ids = anchors.new_full((count, size), self.dspark.noise_token_id)
-        ids[:, 0] = anchors
-        batch = Batch(ids.flatten(), tuple(range(count)), starts, (size,) * count)
+        ids = self._block_ids(anchors)
+        batch = Batch(ids, tuple(range(count)), starts, (size,) * count)
         return DraftBlocks(self._context(batch), window, size)
+
+    def _block_ids(self, anchors: Int[Tensor, " B"]) -> Int[Tensor, " rows"]:
+        """[anchor, noise, noise, ...] of each block."""
+        ids = anchors.new_full((len(anchors), self.block_size), self.dspark.noise_token_id)
+        ids[:, 0] = anchors
+        return ids.flatten()
 
     def _widest(self, counts: Sequence[int]) -> int:
         """Columns for the rows of a window: the same in every batch where that must not matter."""
         is_fixed = self.numerics.deterministic
         return self.config.attention.window_size if is_fixed else max(counts, default=0)
 
-    def _context(self, batch: Batch) -> ForwardContext:
+    def _context(self, batch: Batch, store: KVStore | None = None) -> ForwardContext:
         deterministic = self.numerics.deterministic
-        return ForwardContext(batch, self.config.attention, deterministic=deterministic)
+        return ForwardContext(batch, self.config.attention, store, deterministic=deterministic)
+
+    def _decode_context(self, state: DecodeState) -> DecodeContext:
+        deterministic = self.numerics.deterministic
+        return DecodeContext(state, self.config.attention, deterministic=deterministic)
 
     def all_stages(self) -> list[DraftStage]:
         """The stages, in order."""

@@ -1,22 +1,24 @@
 // Index scores of decoded queries from packed MXFP4 rows, on Hopper.
 //
-// A warpgroup passes tiles of 64 entries by the 32 heads of one query; one more warp brings their
+// A warpgroup passes tiles of 128 entries by the 32 heads of one query; one more warp brings their
 // rows by bulk copies into a ring. A code becomes an E4M3 number, 2^-6 of its value, by shifts:
-// its bits eem behind its sign. Columns of keys and queries are permuted alike, into the order in which
-// words hold them. A product is over one block of 32 columns, the sums of which FP8's adders hold
-// exactly; then the four blocks of a key are added under their scales in float32. Those of a query
-// are part of its numbers, relative to the largest: exact down to 2^-14 of it.
+// its bits eem behind its sign. Columns of keys and queries are permuted alike, into the order in
+// which words hold them. A product is over one block of 32 columns, the sums of which FP8's adders
+// hold exactly; then the four blocks of a key are added under their scales in float32. Those of a
+// query are part of its numbers, relative to the largest: exact down to 2^-14 of it. While the
+// products of half a tile are made, the codes of the next half are unpacked.
 //
-// Per 64 entries of 32 heads: 4,352 bytes, 524 kFLOP, about 900 instructions of a warp.
+// Per 128 entries of 32 heads: 8,704 bytes, 1 MFLOP, about 1,900 instructions of a warp.
 
 #include "packed_rows.cuh"
 
 namespace {
 
 constexpr int kConsumers = 128, kThreads = kConsumers + 32;
-constexpr int kHeads = 32, kWords = kRowWords, kTile = 64, kPiece = 8, kPieces = kTile / kPiece;
+constexpr int kHeads = 32, kWords = kRowWords, kHalf = 64, kTile = 2 * kHalf;
+constexpr int kPiece = 8, kPieces = kTile / kPiece;
 constexpr int kAhead = 32 / kPieces;  // tiles whose rows are looked up at once
-constexpr int kStages = 6, kPerSM = 3;
+constexpr int kStages = 3, kPerSM = 3;
 
 struct Given {
     const uint32_t* q;
@@ -34,7 +36,7 @@ struct Given {
 struct Shared {
     uint8_t q[kHeads * 128];
     uint32_t rows[kStages][kTile * kWords];
-    int entries[kStages][kPieces + 1];  // where pieces begin, -1: nowhere; how many pieces there are
+    int entries[kStages][kPieces];  // where pieces begin; -1: nowhere
     float weights[kHeads];
     uint64_t full[kStages], empty[kStages];
 };
@@ -67,28 +69,29 @@ __device__ __forceinline__ int2 find_piece(const Given& in, int query, int piece
 // The warp that brings tiles: a lane for each piece of a few of them.
 __device__ __forceinline__ void bring(const Given& in, Shared& shared, int query, int seen,
                                       int begin, int end) {
-    constexpr int kBytes = kPiece * kWords * 4;
+    constexpr int kBytes = kPiece * kWords * 4, kNear = kHalf / kPiece;
     const int lane = threadIdx.x % 32, piece = lane % kPieces;
-    const bool is_whole = in.pools == nullptr && in.per_page % kTile == 0;  // a page holds tiles
+    const bool is_whole = in.pools == nullptr && in.per_page % kHalf == 0;  // a page holds halves
     int stage = 0, parity = 1;
     int2 next = find_piece(in, query, kPieces * begin + lane, seen);
     for (int tiles = begin; tiles < end; tiles += kAhead) {
         const int2 found = next;
         if (tiles + kAhead < end)
             next = find_piece(in, query, kPieces * (tiles + kAhead) + lane, seen);
+        const uint32_t there = __ballot_sync(~0u, found.x >= 0);
+        const int near = __popc(there >> lane / kNear * kNear & ((1 << kNear) - 1));
+        const int bytes = is_whole ? piece % kNear == 0 ? near * kBytes : 0 : kBytes;
         for (int i = 0; i < min(kAhead, end - tiles); i++) {
             const bool own = lane / kPieces == i;
-            const int count = __popc(__ballot_sync(~0u, own && found.x >= 0));
+            const int count = __popc(there >> i * kPieces & ((1 << kPieces) - 1));
             const uint32_t full = shared_address(&shared.full[stage]);
             wait(shared_address(&shared.empty[stage]), parity);
             if (own) shared.entries[stage][piece] = found.y;
-            if (own && piece == 0) shared.entries[stage][kPieces] = count;
             __syncwarp();
             if (lane == 0) expect_bytes(full, count * kBytes);
-            if (own && found.x >= 0 && (piece == 0 || !is_whole))
+            if (own && found.x >= 0 && bytes)
                 start_bulk_copy(shared_address(&shared.rows[stage][piece * kPiece * kWords]),
-                                in.keys + static_cast<int64_t>(found.x) * kWords,
-                                is_whole ? count * kBytes : kBytes, full);
+                                in.keys + static_cast<int64_t>(found.x) * kWords, bytes, full);
             if (++stage == kStages) stage = 0, parity ^= 1;
         }
     }
@@ -116,6 +119,37 @@ __device__ __forceinline__ void place_query(const Given& in, Shared& shared, int
     meet(1, kConsumers);
 }
 
+// Two rows of a thread: their scales, and their codes as those of a product.
+__device__ __forceinline__ void take(const uint32_t* row, int c, uint32_t (&scales)[2],
+                                     uint32_t (&codes)[4][4]) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        scales[i] = row[i * 8 * kWords + kWords - 1];
+#pragma unroll
+        for (int b = 0; b < 4; b++)
+            unpack(row[i * 8 * kWords + 4 * b + c], codes[b][i], codes[b][i + 2]);
+    }
+#pragma unroll
+    for (int b = 0; b < 4; b++) hold(codes[b]);  // not later than here
+}
+
+__device__ __forceinline__ void start_products(float (&d)[4][16], const uint32_t (&codes)[4][4],
+                                               uint64_t heads) {
+    begin_products();
+#pragma unroll
+    for (int b = 0; b < 4; b++) multiply_codes(d[b], codes[b], moved(heads, 32 * b));
+    close_group();
+}
+
+__device__ __forceinline__ void finish_products(float (&d)[4][16], uint32_t (&codes)[4][4]) {
+    end_groups<0>();
+#pragma unroll
+    for (int b = 0; b < 4; b++) {
+        hold(d[b]);
+        hold(codes[b]);
+    }
+}
+
 // Scores of two rows of a thread: its own eight heads.
 __device__ __forceinline__ void add_heads(const float (&d)[4][16], const uint32_t (&scales)[2],
                                           const float (&weight)[8], float (&score)[2]) {
@@ -137,13 +171,30 @@ __device__ __forceinline__ void add_heads(const float (&d)[4][16], const uint32_
     }
 }
 
+// A lane of four ends with the sum of one of four rows.
+__device__ __forceinline__ float add_lanes(const float (&score)[2][2], int c) {
+    const bool odd = c & 1, upper = c & 2;
+    float sum[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+        sum[half] = (odd ? score[half][1] : score[half][0]) +
+                    __shfl_xor_sync(~0u, odd ? score[half][0] : score[half][1], 1);
+    return (upper ? sum[1] : sum[0]) + __shfl_xor_sync(~0u, upper ? sum[0] : sum[1], 2);
+}
+
 __global__ void __launch_bounds__(kThreads, kPerSM) packed_scores(const Given in) {
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
     const int query = blockIdx.y;
-    const int tiles = (in.width + kTile - 1) / kTile, each = (tiles + gridDim.x - 1) / gridDim.x;
+    const int64_t visible = in.visible[query];
+    const int seen = static_cast<int>(visible < 0 ? 0 : visible);
+    const int width = in.pools == nullptr ? min(seen, in.width) : in.width;
+    const int tiles = (width + kTile - 1) / kTile, each = (tiles + gridDim.x - 1) / gridDim.x;
     const int begin = blockIdx.x * each, end = min(begin + each, tiles);
+    float* out = in.out + static_cast<int64_t>(query) * in.width;
+    for (int slot = tiles * kTile + blockIdx.x * kThreads + threadIdx.x; slot < in.width;
+         slot += gridDim.x * kThreads)
+        out[slot] = __int_as_float(0xFF800000);
     if (begin >= end) return;
-    const int seen = static_cast<int>(in.visible[query]);
     if (threadIdx.x < kStages) {
         init_barrier(shared_address(&shared.full[threadIdx.x]), 1);
         init_barrier(shared_address(&shared.empty[threadIdx.x]), kConsumers / 32);
@@ -161,46 +212,38 @@ __global__ void __launch_bounds__(kThreads, kPerSM) packed_scores(const Given in
 #pragma unroll
     for (int n = 0; n < 8; n++) weight[n] = shared.weights[n / 2 * 8 + 2 * c + n % 2];
     const uint64_t heads = describe(shared_address(shared.q));
-    float* out = in.out + static_cast<int64_t>(query) * in.width;
+    const int own = c / 2 * kHalf + warp * 16 + c % 2 * kPiece;  // a lane's piece of a tile
+    const int row = (warp * 16 + g) * kWords;
     int stage = 0, parity = 0;
+    uint32_t scales[2][2], codes[2][4][4];
+    wait(shared_address(&shared.full[0]), 0);
+    take(shared.rows[0] + row, c, scales[0], codes[0]);
     for (int tile = begin; tile < end; tile++) {
-        wait(shared_address(&shared.full[stage]), parity);
-        const uint32_t* rows = &shared.rows[stage][(warp * 16 + g) * kWords];
-        const int first = shared.entries[stage][2 * warp + c % 2];
-        const int present = shared.entries[stage][kPieces];
-        const uint32_t scales[2] = {rows[16], rows[8 * kWords + 16]};
-        uint32_t codes[4][4];
-#pragma unroll
-        for (int b = 0; b < 4; b++) {
-            unpack(rows[4 * b + c], codes[b][0], codes[b][2]);
-            unpack(rows[8 * kWords + 4 * b + c], codes[b][1], codes[b][3]);
-        }
+        float d[4][16], score[2][2];
+        start_products(d, codes[0], heads);
+        take(shared.rows[stage] + kHalf * kWords + row, c, scales[1], codes[1]);
+        const int first = shared.entries[stage][own / kPiece];
         __syncwarp();
         if (lane == 0) arrive(shared_address(&shared.empty[stage]));
         if (++stage == kStages) stage = 0, parity ^= 1;
-        float score[2] = {0.f, 0.f};
-        if (present) {
-            float d[4][16];
-#pragma unroll
-            for (int b = 0; b < 4; b++) hold(codes[b]);  // all are there before the first product
-            begin_products();
-#pragma unroll
-            for (int b = 0; b < 4; b++) multiply_codes(d[b], codes[b], moved(heads, 32 * b));
-            end_products();
-#pragma unroll
-            for (int b = 0; b < 4; b++) hold(d[b]);
-            add_heads(d, scales, weight, score);
+        finish_products(d, codes[0]);
+        add_heads(d, scales[0], weight, score[0]);
+        const uint32_t bytes[2] = {c % 2 ? scales[0][1] : scales[0][0],
+                                   c % 2 ? scales[1][1] : scales[1][0]};
+        start_products(d, codes[1], heads);
+        if (tile + 1 < end) {
+            wait(shared_address(&shared.full[stage]), parity);
+            take(shared.rows[stage] + row, c, scales[0], codes[0]);
         }
-        // The quad's sum of one row, then of the other.
-        float sum = c % 2 ? score[1] : score[0];
-        sum += __shfl_xor_sync(~0u, c % 2 ? score[0] : score[1], 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        const uint32_t own = c % 2 ? scales[1] : scales[0];
-        if (((own & 0x7F7F7F7Fu) + 0x01010101u) & own & 0x80808080u)  // a scale of 255
-            sum = __int_as_float(0x7FC00000);
-        const int slot = tile * kTile + warp * 16 + c * kPiece + g;
-        if (c < 2 && slot < in.width)
-            out[slot] = first >= 0 && first + g < seen ? sum : __int_as_float(0xFF800000);
+        finish_products(d, codes[1]);
+        add_heads(d, scales[1], weight, score[1]);
+        const float sum = add_lanes(score, c);
+        const uint32_t x = c / 2 ? bytes[1] : bytes[0];
+        const bool is_known = !(((x & 0x7F7F7F7Fu) + 0x01010101u) & x & 0x80808080u);  // none is 255
+        const float value = is_known ? sum : __int_as_float(0x7FC00000);
+        const int slot = tile * kTile + own + g;
+        if (slot < in.width)
+            out[slot] = first >= 0 && first + g < seen ? value : __int_as_float(0xFF800000);
     }
 }
 

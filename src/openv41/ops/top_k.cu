@@ -29,7 +29,7 @@ struct Rows {
     const int64_t* visible;
     int64_t stride;
     int size, k;
-    int groups, width;  // groups of a row, entries of a group: a power of two
+    int groups, width, shift;  // groups of a row, entries of a group: 2^shift
 };
 
 __device__ __forceinline__ int ordered(float x) {
@@ -107,8 +107,8 @@ struct Shared {
     static constexpr int kListed = LISTED, kPlaces = PLACES;
     int bins[kBins];
     unsigned above[PLACES / 32], ties[PLACES / 32];
-    int keys[LISTED];
-    uint16_t places[LISTED], groups[PLACES / 16];
+    int keys[LISTED + 1];  // the last one holds what finds no room
+    uint16_t places[LISTED + 1], groups[PLACES / 16];
     int few[kFew], sums[3][32], found[3];
     int few_count, count;
 };
@@ -231,10 +231,23 @@ struct Chooser {
         return {tie + 1, tie, shared.found[1]};
     }
 
-    // Call emit(rank, place) for what the cut leaves, in order of place; returns how many.
+    // Call emit(rank, place) for bits of two masks from a place on, after those of others.
+    template <typename Emit>
+    __device__ void rank(unsigned above, unsigned ties, int place, int& chosen, int& equal,
+                         const Cut& cut, Emit emit) {
+        for (unsigned bits = above | ties; bits; bits &= bits - 1) {
+            const int bit = __ffs(static_cast<int>(bits)) - 1;
+            const bool is_tie = !(above >> bit & 1);
+            if (!is_tie || equal < cut.room) emit(chosen + min(equal, cut.room), place + bit);
+            chosen += !is_tie;
+            equal += is_tie;
+        }
+    }
+
+    // Call emit(rank, place) for what the cut leaves of some places, in their order; returns how
+    // many that are.
     template <typename Each, typename Emit>
-    __device__ int list(Each each, const Cut& cut, Emit emit) {
-        constexpr int kWords = (Given::kPlaces / 32 + kThreads - 1) / kThreads;
+    __device__ int list(Each each, const Cut& cut, int places, Emit emit) {
         each([&](int key, int place) {
             if (key >= cut.cut) {
                 atomicOr(&shared.above[place / 32], 1u << (place % 32));
@@ -243,34 +256,55 @@ struct Chooser {
             }
         });
         __syncthreads();
-        unsigned above[kWords], ties[kWords], own = 0;
-#pragma unroll
-        for (int i = 0; i < kWords; i++) {
-            const int at = threadIdx.x * kWords + i;
-            above[i] = ties[i] = 0;
-            if (at < Given::kPlaces / 32) {
-                above[i] = shared.above[at];
-                ties[i] = shared.ties[at];
-                shared.above[at] = shared.ties[at] = 0;
-            }
-            own += __popc(above[i]) + (__popc(ties[i]) << 16);
-        }
-        const int2 sums = scan(static_cast<int>(own));
+        // Places of a thread: 16, or 32 at a time.
+        const int words = (places + 32 * kThreads - 1) / (32 * kThreads);
+        const int bits = places <= 16 * kThreads ? 16 : 32, first = threadIdx.x * words * bits;
+        auto mask = [&](const unsigned* of, int i) {
+            const int at = first + i * bits;
+            const unsigned word = at < Given::kPlaces ? of[at / 32] : 0;
+            return bits == 32 ? word : word >> (at % 32) & 0xFFFF;
+        };
+        int own = 0;
+        for (int i = 0; i < words; i++)
+            own += __popc(mask(shared.above, i)) + (__popc(mask(shared.ties, i)) << 16);
+        const int2 sums = scan(own);
         int chosen = sums.x & 0xFFFF, equal = static_cast<unsigned>(sums.x) >> 16;
+        for (int i = 0; i < words; i++)
+            rank(mask(shared.above, i), mask(shared.ties, i), first + i * bits, chosen, equal, cut,
+                 emit);
+        return (sums.y & 0xFFFF) + cut.room;
+    }
+
+    // The same for keys in registers, quads of neighbours; a thread then takes COUNT neighbours.
+    template <int COUNT, typename Emit>
+    __device__ int list_held(const int (&keys)[COUNT], const Cut& cut, Emit emit) {
+        auto* marks = reinterpret_cast<uint16_t*>(shared.keys);  // of eight places: ties above
 #pragma unroll
-        for (int i = 0; i < kWords; i++) {
-            for (unsigned bits = above[i] | ties[i]; bits; bits &= bits - 1) {
-                const int bit = __ffs(static_cast<int>(bits)) - 1;
-                const int place = (threadIdx.x * kWords + i) * 32 + bit;
-                if (above[i] >> bit & 1) {
-                    emit(chosen + min(equal, cut.room), place);
-                    chosen++;
-                } else {
-                    if (equal < cut.room) emit(chosen + equal, place);
-                    equal++;
-                }
+        for (int t = 0; t < COUNT / 4; t++) {
+            unsigned own = 0;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int key = keys[4 * t + i];
+                own |= key >= cut.cut ? 1u << i : key == cut.tie ? 256u << i : 0u;
             }
+            own |= __shfl_xor_sync(~0u, own, 1) << 4;
+            if (lane % 2 == 0) marks[(t * kThreads + threadIdx.x) / 2] = static_cast<uint16_t>(own);
         }
+        __syncthreads();
+        unsigned above = 0, ties = 0;
+#pragma unroll
+        for (int i = 0; i < (COUNT + 7) / 8; i++) {
+            const unsigned mark = marks[threadIdx.x * COUNT / 8 + i];
+            above |= (mark & 255) << (8 * i);
+            ties |= mark >> 8 << (8 * i);
+        }
+        if (COUNT == 4) {
+            above = above >> (threadIdx.x % 2 * 4) & 15;
+            ties = ties >> (threadIdx.x % 2 * 4) & 15;
+        }
+        const int2 sums = scan(__popc(above) + (__popc(ties) << 16));
+        int chosen = sums.x & 0xFFFF, equal = static_cast<unsigned>(sums.x) >> 16;
+        rank(above, ties, threadIdx.x * COUNT, chosen, equal, cut, emit);
         return (sums.y & 0xFFFF) + cut.room;
     }
 
@@ -288,23 +322,24 @@ struct Chooser {
         if (own == 0) return;
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
-            if (keys[i] < bound) continue;
-            if (to < Given::kListed) {
-                shared.keys[to] = keys[i];
-                shared.places[to] = static_cast<uint16_t>(place + i / 4 * stride + i % 4);
+            if (keys[i] >= bound) {
+                const int at = min(to, Given::kListed);
+                shared.keys[at] = keys[i];
+                shared.places[at] = static_cast<uint16_t>(place + i / 4 * stride + i % 4);
             }
-            to++;
+            to += keys[i] >= bound;
         }
     }
 
     // Choose k of the entries from a bound on, which are listed; if too many, from each_of_all.
     template <typename Each, typename Emit>
-    __device__ void choose(Each each_of_all, int bound, int most, int k, Emit emit, int64_t* out) {
+    __device__ void choose(Each each_of_all, int bound, int most, int k, int places, Emit emit,
+                           int64_t* out) {
         const int count = shared.count;
         auto finish = [&](auto each) {
             Cut cut = {bound, kNoTie, 0};
             if (count > k) cut = find(each, bound, most, k, false);
-            const int total = list(each, cut, emit);
+            const int total = list(each, cut, places, emit);
             for (int i = total + threadIdx.x; i < k; i += kThreads) out[i] = -1;
         };
         if (count > Given::kListed) {
@@ -332,7 +367,7 @@ __global__ void __launch_bounds__(kThreads, 1) choose(const Rows in, const float
     const int seen = seen_of(in, row);
     const bool aligned = is_aligned(values);
     const float* held = GROUPED ? best + row * in.groups : values;
-    const int held_until = GROUPED ? (seen + in.width - 1) / in.width : seen;
+    const int held_until = GROUPED ? (seen + in.width - 1) >> in.shift : seen;
     const bool held_aligned = is_aligned(held);
 
     int keys[PER], parts[SUB], least = kNoTie, largest = kNone;
@@ -375,29 +410,28 @@ __global__ void __launch_bounds__(kThreads, 1) choose(const Rows in, const float
     if constexpr (!GROUPED) {
         chooser.push(keys, threadIdx.x * 4, kThreads * 4, cut.cut);
         __syncthreads();
-        chooser.choose(each_held, cut.cut, most, in.k, [&](int rank, int place) { out[rank] = place; },
-                       out);
+        chooser.choose(each_held, cut.cut, most, in.k, PER * kThreads,
+                       [&](int rank, int place) { out[rank] = place; }, out);
     } else {
-        int own = 0;
-#pragma unroll
-        for (int i = 0; i < PER; i++) own += keys[i] >= cut.cut;
-        if (chooser.scan(own).y > Given::kPlaces / in.width) {
-            __syncthreads();  // the sums are read
-            cut = chooser.find(each_held, cut.cut, most, in.k, false);
+        const int room = Given::kPlaces >> in.shift;
+        auto note = [&](int rank, int place) {
+            if (rank < room) shared.groups[rank] = static_cast<uint16_t>(place);
+        };
+        int total;
+        for (bool is_exact = false;; is_exact = true) {
+            total = chooser.list_held(keys, cut, note);
+            __syncthreads();
+            if (total <= room || is_exact) break;
+            cut = chooser.find(each_held, cut.cut, most, in.k, false);  // many are alike
         }
-        __syncthreads();
-        const int total = chooser.list(each_held, cut, [&](int rank, int place) {
-            shared.groups[rank] = static_cast<uint16_t>(place);
-        });
-        __syncthreads();
         const int bound = cut.room ? cut.tie : cut.cut;
-        const int each = in.width / 4, quads = total * each;
+        const int deep = in.shift - 2, quads = total << deep;
         auto four_of = [&](int quad) {
             if (quad >= quads) return load_four(values, 0, 0, false);
-            const int at = shared.groups[quad / each] * in.width + quad % each * 4;
+            const int at = (shared.groups[quad >> deep] << in.shift) + (quad & ((1 << deep) - 1)) * 4;
             return load_four(values, at, seen, aligned);
         };
-        constexpr int kAtOnce = 4;
+        constexpr int kAtOnce = 3;
         for (int first = 0; first < quads; first += kAtOnce * kThreads) {
             float4 got[kAtOnce];
             int found[4 * kAtOnce];
@@ -422,8 +456,8 @@ __global__ void __launch_bounds__(kThreads, 1) choose(const Rows in, const float
                 take(ordered(got.w), quad * 4 + 3);
             }
         };
-        chooser.choose(each_read, bound, most, in.k, [&](int rank, int place) {
-            out[rank] = shared.groups[place / in.width] * in.width + place % in.width;
+        chooser.choose(each_read, bound, most, in.k, quads * 4, [&](int rank, int place) {
+            out[rank] = (shared.groups[place >> in.shift] << in.shift) + (place & (in.width - 1));
         }, out);
     }
 }
@@ -463,7 +497,9 @@ void group(int blocks, int parts, cudaStream_t stream, const Rows& in, float* be
 extern "C" int top_k_choose(const float* scores, const int64_t* visible, float* best, int64_t* out,
                             int64_t stride, int rows, int size, int k, int groups, int width,
                             int loads, void* on) {
-    const Rows in = {scores, visible, stride, size, k, groups, width};
+    int shift = 0;
+    while (1 << shift < width) shift++;
+    const Rows in = {scores, visible, stride, size, k, groups, width, shift};
     const auto stream = static_cast<cudaStream_t>(on);
     if (width && loads) {
         const int piece = kGroupThreads * 4 * loads, parts = (size + piece - 1) / piece;

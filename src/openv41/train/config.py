@@ -16,7 +16,7 @@ NUMERICS_OF: dict[Numerics, NumericsConfig] = {
     "f32": NUMERICS["f32"],
     "f32qat": NUMERICS["f32qat"],
     "bf16": replace(NUMERICS["f32"], compute_dtype="bfloat16"),
-    "bf16qat": replace(NUMERICS["f32qat"], compute_dtype="bfloat16"),
+    "bf16qat": NUMERICS["bf16qat"],
 }
 
 
