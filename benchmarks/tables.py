@@ -5,7 +5,7 @@ import re
 import statistics
 from functools import partial
 
-from benchmarks import decode_tables
+from benchmarks import decode_tables, sanitize
 from benchmarks.h200 import report
 from benchmarks.record import REPOSITORY, RESULTS
 from openv41.io.atomic import write_atomic
@@ -222,6 +222,7 @@ PAGES = {
     "performance.md": {
         "h200": report.ceilings,
         "h200_modules": report.sections,
+        "sanitizer": sanitize.table,
         **decode_tables.TABLES,
     },
 }
