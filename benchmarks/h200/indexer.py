@@ -34,6 +34,7 @@ CHOICES = {  # us of DeepSelect on bf16 scores, where it was measured
     (64, 1 << 20): None,
     (256, 16384): None,
     (256, 131072): None,
+    (256, 1 << 20): None,
 }
 DECODED = (
     "8 x 131,072: Triton cannot read 68-byte rows by more than a word, and moves unpacked keys "
@@ -41,7 +42,7 @@ DECODED = (
     "wgmma of E4M3 numbers, one product per block of 32 so that sums are exact, scales in float32: "
     "38 (246 for 8 x 1,048,576, 250 for 64 x 131,072); four programs an SM, whose products the "
     "compiler then makes one by one, and rings of four or six tiles are alike. Halves of tiles, of "
-    "which one is unpacked while the other is multiplied, have since taken their place: 232 "
+    "which one is unpacked while the other is multiplied, have since taken their place: 228 "
     "instructions of a warp for 16 entries, not 265."
 )
 CHOSEN = (
@@ -226,7 +227,7 @@ def choice_row(tokens: int, entries: int, peer_us: float | None) -> Row:
         tolerance=0,
         floor_bytes=tokens * (entries * 4 + TOP_K * 8),
         variants=variants,
-        reference=None if tokens > 256 else select_top_k,
+        reference=None if tokens * entries > 1 << 26 else select_top_k,
         peers=("sglang:deep_select", "sglang:topk_v2"),
         goals=() if peer_us is None else (Goal("us", peer_us),),
     )
@@ -263,37 +264,21 @@ def prefill_error(given: Inputs, out: tuple[Tensor, Tensor]) -> float:
     return max(errors)
 
 
-def prefill_tiled(*sizes: int) -> Callable[..., Tensor]:
-    """The scores alone of 256 queries, in these sizes; entries, queries, tiles, warps, stages."""
+def prefill_triton(**given: object) -> tuple[Tensor, Tensor]:
+    """Scores by the Triton kernel, where CUDA C++ is the usual one."""
+    from openv41.ops import index_prefill_cuda as file  # noqa: PLC0415
 
-    def run(**given: object) -> tuple[Tensor, Tensor]:
-        from openv41.ops import index_scores_triton as file  # noqa: PLC0415
-        from openv41.ops import packed_index_triton as whole  # noqa: PLC0415
-
-        usual = file.dense_tiling
-        file.dense_tiling = lambda *_: file.Tiling(*sizes)
-        try:
-            return whole.packed_index_choice.run(**given)
-        finally:
-            file.dense_tiling = usual
-
-    return run
+    usual = file.refuse
+    file.refuse = lambda *_: "Triton is asked for"
+    try:
+        return packed_index_choice(**given)
+    finally:
+        file.refuse = usual
 
 
 def prefill_row(tokens: int, entries: int, goal: float | None) -> Row:
     """Scores and choice of a long prompt's chunk; the workspace is bounded."""
-    variants = {}
-    if (tokens, entries) == (8192, 131072):
-        variants = {
-            f"{a} entries, {b} queries, {c} tiles, {d} warps, {e} stages": prefill_tiled(
-                a, b, c, d, e
-            )
-            for a, b, c, d, e in (
-                (128, 4, 16, 4, 3),
-                (128, 4, 16, 8, 3),
-                (128, 8, 16, 8, 3),
-            )
-        }
+    variants = {"Triton": prefill_triton} if (tokens, entries) == (8192, 131072) else {}
     pairs = tokens * entries - tokens * tokens // 2
     return Row(
         op="packed_index_choice",

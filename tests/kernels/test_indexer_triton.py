@@ -13,7 +13,13 @@ from tests.close import assert_close
 from tests.oracles import indexer as oracle
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from openv41.ops import indexer_triton, packed_index_cuda, packed_index_triton, top_k_cuda
+from openv41.ops import (
+    index_prefill_cuda,
+    indexer_triton,
+    packed_index_cuda,
+    packed_index_triton,
+    top_k_cuda,
+)
 from openv41.ops.index_scores_triton import Tiling, dense_scores, packed_scores
 from openv41.ops.packed_index import unpack_rows
 from openv41.ops.selected_scores_triton import backward
@@ -395,6 +401,7 @@ def test_packed_choice_at_full_width(device):
     table, weights = torch.arange(1, device=device), torch.randn(T, heads, device=device)
     visible = torch.randint(0, num + 1, (T,), device=device)
     given = (q, weights, keys, table, visible, num, num, 512, 2048, 8)
+    assert index_prefill_cuda.refuse(q, keys, num, 512) is None
     with ops.kernels("required"):
         chosen, pool = ops.packed_index_choice(*given)
     scores = packed_scores(q[None], weights[None], keys, table[None], visible[None], num, num)[0]

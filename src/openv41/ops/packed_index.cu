@@ -119,15 +119,15 @@ __device__ __forceinline__ void place_query(const Given& in, Shared& shared, int
     meet(1, kConsumers);
 }
 
-// Two rows of a thread: their scales, and their codes as those of a product.
-__device__ __forceinline__ void take(const uint32_t* row, int c, uint32_t (&scales)[2],
-                                     uint32_t (&codes)[4][4]) {
+// Two rows of a thread: their scales, and its codes as those of a product.
+__device__ __forceinline__ void take(const uint32_t* words, int at, int scales_at,
+                                     uint32_t (&scales)[2], uint32_t (&codes)[4][4]) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        scales[i] = row[i * 8 * kWords + kWords - 1];
+        scales[i] = words[i * 8 * kWords + scales_at];
 #pragma unroll
         for (int b = 0; b < 4; b++)
-            unpack(row[i * 8 * kWords + 4 * b + c], codes[b][i], codes[b][i + 2]);
+            unpack(words[i * 8 * kWords + 4 * b + at], codes[b][i], codes[b][i + 2]);
     }
 #pragma unroll
     for (int b = 0; b < 4; b++) hold(codes[b]);  // not later than here
@@ -212,16 +212,17 @@ __global__ void __launch_bounds__(kThreads, kPerSM) packed_scores(const Given in
 #pragma unroll
     for (int n = 0; n < 8; n++) weight[n] = shared.weights[n / 2 * 8 + 2 * c + n % 2];
     const uint64_t heads = describe(shared_address(shared.q));
-    const int own = c / 2 * kHalf + warp * 16 + c % 2 * kPiece;  // a lane's piece of a tile
-    const int row = (warp * 16 + g) * kWords;
+    int own = c / 2 * kHalf + warp * 16 + c % 2 * kPiece;  // a lane's piece of a tile
+    int at = (warp * 16 + g) * kWords + c, scales_at = at - c + kWords - 1;
+    asm volatile("" : "+r"(own), "+r"(at), "+r"(scales_at));  // not to be found anew in the loop
     int stage = 0, parity = 0;
     uint32_t scales[2][2], codes[2][4][4];
     wait(shared_address(&shared.full[0]), 0);
-    take(shared.rows[0] + row, c, scales[0], codes[0]);
+    take(shared.rows[0], at, scales_at, scales[0], codes[0]);
     for (int tile = begin; tile < end; tile++) {
         float d[4][16], score[2][2];
         start_products(d, codes[0], heads);
-        take(shared.rows[stage] + kHalf * kWords + row, c, scales[1], codes[1]);
+        take(shared.rows[stage] + kHalf * kWords, at, scales_at, scales[1], codes[1]);
         const int first = shared.entries[stage][own / kPiece];
         __syncwarp();
         if (lane == 0) arrive(shared_address(&shared.empty[stage]));
@@ -233,7 +234,7 @@ __global__ void __launch_bounds__(kThreads, kPerSM) packed_scores(const Given in
         start_products(d, codes[1], heads);
         if (tile + 1 < end) {
             wait(shared_address(&shared.full[stage]), parity);
-            take(shared.rows[stage] + row, c, scales[0], codes[0]);
+            take(shared.rows[stage], at, scales_at, scales[0], codes[0]);
         }
         finish_products(d, codes[1]);
         add_heads(d, scales[1], weight, score[1]);
