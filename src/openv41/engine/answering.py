@@ -1,6 +1,6 @@
 """From logits to events, and from events to an answer."""
 
-from dataclasses import replace
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
@@ -12,24 +12,27 @@ from openv41.engine.request import Answer, Event, FinishReason
 
 
 def take(
-    job: Job, token: int, logits: Float[Tensor, " V"], config: ModelConfig
+    job: Job, token: int, logits: Float[Tensor, "rows V"], row: int, config: ModelConfig
 ) -> tuple[Event, FinishReason | None]:
-    """Add a token, drawn from ``logits``, to a job's answer; say why it is the last, if it is."""
-    request, first = job.request, not job.num_output
-    event = _about_prompt(job) if first else Event()
-    ends = {config.eos_token_id} if not request.ignore_eos else set()
-    if token in ends | set(request.stop_ids):
-        return replace(event, text=job.text.finish()), FinishReason.STOP
+    """Add a token to a job's answer; say why it is the last, if it is.
+
+    It was drawn from that row of ``logits``.
+    """
+    request = job.request
+    known: dict[str, Any] = _about_prompt(job) if not job.num_output else {}
+    is_end = token == config.eos_token_id and not request.ignore_eos
+    if is_end or token in request.stop_ids:
+        return Event(text=job.text.finish(), **known), FinishReason.STOP
     if request.logprobs is not None:
-        own, top = logprobs(logits, token, request.logprobs)
-        event = replace(event, logprob=own, top=top)
+        own, top = logprobs(logits[row], token, request.logprobs)
+        known |= {"logprob": own, "top": top}
     job.tokens.append(token)
-    event = replace(event, token=token, text=job.text.push(token))
+    text, reason = job.text.push(token), None
     if job.text.matched is not None:
-        return event, FinishReason.STOP
-    if job.num_output == request.max_tokens or len(job.tokens) > config.max_position:
-        return replace(event, text=event.text + job.text.finish()), FinishReason.LENGTH
-    return event, None
+        reason = FinishReason.STOP
+    elif job.num_output == request.max_tokens or len(job.tokens) > config.max_position:
+        text, reason = text + job.text.finish(), FinishReason.LENGTH
+    return Event(token=token, text=text, **known), reason
 
 
 def take_prompt(job: Job, logits: Float[Tensor, "T V"]) -> None:
@@ -48,13 +51,13 @@ def take_prompt(job: Job, logits: Float[Tensor, "T V"]) -> None:
         job.prompt_top.append(() if is_image else top)
 
 
-def _about_prompt(job: Job) -> Event:
+def _about_prompt(job: Job) -> dict[str, Any]:
     assert job.cached_tokens is not None, "the request has not started"
-    return Event(
-        cached_tokens=job.cached_tokens,
-        prompt_logprobs=tuple(job.prompt_logprobs),
-        prompt_top=tuple(job.prompt_top),
-    )
+    return {
+        "cached_tokens": job.cached_tokens,
+        "prompt_logprobs": tuple(job.prompt_logprobs),
+        "prompt_top": tuple(job.prompt_top),
+    }
 
 
 class Collector:

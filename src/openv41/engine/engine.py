@@ -423,7 +423,7 @@ class Engine:
         drafts, job.drafts = job.drafts, []
         held = accepted = 0  # drafts that have tokens behind them, and those that are in the answer
         for held, token in enumerate(tokens):
-            event, reason = take(job, token, logits[held], self.model.config)
+            event, reason = take(job, token, logits, held, self.model.config)
             self.figures.generated_tokens += event.token is not None
             accepted = held + (held < len(drafts) and event.token == drafts[held].token)
             if reason is not None:

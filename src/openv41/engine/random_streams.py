@@ -6,6 +6,9 @@ computed, or in which order numbers are asked for.
 
 from enum import IntEnum
 from hashlib import blake2b
+from struct import Struct
+
+_KEY = Struct("<4Q")
 
 
 class Stream(IntEnum):
@@ -19,6 +22,6 @@ class Stream(IntEnum):
 
 def uniform(seed: int, stream: Stream, place: int, draft: int = 0) -> float:
     """Return the number in [0, 1) of a place in an answer, and of a draft that begins there."""
-    key = b"".join(n.to_bytes(8, "little") for n in (seed, stream, place, draft))
+    key = _KEY.pack(seed, stream, place, draft)
     bits = int.from_bytes(blake2b(key, digest_size=8).digest(), "little")
     return (bits >> 11) * 2.0**-53
