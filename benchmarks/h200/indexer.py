@@ -16,7 +16,7 @@ from openv41.ops import (
     select_top_k,
     selected_scores,
 )
-from openv41.ops.packed_index import unpack_rows
+from openv41.ops.packed_rows import unpack_rows
 
 HEADS, DIM, PAGE, TOP_K = 32, 128, 64, 512
 BLOCKS, BLOCK = 2048, 8

@@ -1,6 +1,7 @@
 """Sources in CUDA C++ are compiled once, and one that does not compile says why."""
 
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -52,3 +53,20 @@ def test_the_same_text_is_compiled_once(cache, tmp_path):
 def test_build_raises_what_the_compiler_does(cache, tmp_path):
     with pytest.raises(subprocess.CalledProcessError):
         cuda_library.build(compiler(tmp_path, "exit 1"), tmp_path.joinpath("nvcc"))
+
+
+WHERE_THERE_IS_A_GPU = """
+import torch
+torch.cuda.is_available = lambda: True
+from openv41 import ops
+print(sum(getattr(op, "kernel", None) is not None for op in vars(ops).values()))
+"""
+
+
+def test_kernels_are_found_where_there_is_a_gpu():
+    """Their files are imported while the ops are made: none may ask for an op that is not yet."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-c", WHERE_THERE_IS_A_GPU]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert int(found.stdout) > 20

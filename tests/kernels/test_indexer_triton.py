@@ -21,7 +21,7 @@ from openv41.ops import (
     top_k_cuda,
 )
 from openv41.ops.index_scores_triton import Tiling, dense_scores, packed_scores
-from openv41.ops.packed_index import unpack_rows
+from openv41.ops.packed_rows import unpack_rows
 from openv41.ops.selected_scores_triton import backward
 from openv41.ops.top_k_triton import Plan, choose
 

@@ -12,7 +12,7 @@ import torch
 
 from openv41.ops import index_prefill_cuda, kernels, packed_index_cuda, packed_index_scores
 from openv41.ops.cuda_library import FOLDER
-from openv41.ops.packed_index import pack_rows
+from openv41.ops.packed_rows import pack_rows
 from tests.close import assert_close
 
 HERE = Path(__file__).parent

@@ -22,7 +22,7 @@ from openv41.layers.quantized_linear import Linear, QuantizedLinear, RMSNorm
 from openv41.layers.rounding import round_index
 from openv41.layers.store import PackedRows, Slot
 from openv41.ops.deterministic import TILE_WIDTH
-from openv41.ops.packed_index import packed_width
+from openv41.ops.packed_rows import packed_width
 from openv41.plan import LayerPlan
 
 PACKED_WIDTH = 128  # of keys that kernels read packed

@@ -36,7 +36,8 @@ from openv41.ops.linear import linear, quantized_linear, rounded_input, wide_lin
 from openv41.ops.linear_loss import LinearLoss
 from openv41.ops.mhc import mega_mhc, mix_streams, predict_mix, update_streams
 from openv41.ops.norm import rms_norm
-from openv41.ops.packed_index import pack_rows, packed_index_choice, packed_index_scores
+from openv41.ops.packed_index import packed_index_choice, packed_index_scores
+from openv41.ops.packed_rows import pack_rows
 from openv41.ops.packed_sparse_attention import packed_sparse_attention
 from openv41.ops.pairs import combine, count_ids, sort_by_expert, take_pairs
 from openv41.ops.pixel_unshuffle import pixel_unshuffle

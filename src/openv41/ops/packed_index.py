@@ -6,7 +6,7 @@ from torch import Tensor
 
 from openv41.ops._dispatch import op
 from openv41.ops.indexer import choose_candidates, index_scores, select_top_k
-from openv41.ops.quantize import BLOCK, dequantize_mxfp4, quantize_mxfp4
+from openv41.ops.packed_rows import unpack_rows
 
 
 @op
@@ -91,21 +91,3 @@ def packed_index_choice(  # noqa: PLR0917 -- addresses come with what they addre
     )[0]
     pool = choose_candidates(scores, visible, num_blocks, block_size)
     return select_top_k(scores, None, k, visible), pool
-
-
-def pack_rows(x: Float[Tensor, "*rows J"]) -> UInt8[Tensor, "*rows row"]:
-    """MXFP4 codes of each row, then their scales."""
-    codes, scales = quantize_mxfp4(x)
-    return torch.cat([codes, scales.view(torch.uint8)], dim=-1)
-
-
-def packed_width(width: int) -> int:
-    """Bytes of a packed row of so many numbers."""
-    return -(-width // 2) + -(-width // BLOCK)
-
-
-def unpack_rows(packed: UInt8[Tensor, "*rows row"]) -> Float[Tensor, "*rows J"]:
-    """Exact float32 values of packed MXFP4 rows, each of codes followed by scales."""
-    blocks = -(-packed.shape[-1] // (BLOCK // 2 + 1))
-    codes, scales = packed.split([packed.shape[-1] - blocks, blocks], dim=-1)
-    return dequantize_mxfp4(codes, scales.contiguous().view(torch.float8_e8m0fnu))

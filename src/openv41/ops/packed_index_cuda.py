@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from openv41.ops.cuda_library import load
-from openv41.ops.packed_index import unpack_rows
+from openv41.ops.packed_rows import unpack_rows
 
 SOURCE = "packed_index.cu"
 PIECE = 8  # entries of one copy: a page holds whole pieces, a candidate block is one
