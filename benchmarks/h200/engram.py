@@ -16,8 +16,10 @@ HEADS, REACH, WIDTH = 8, 4, 256
 STREAMS, DIM = 4, 5120
 TRIED: dict[str, str] = {
     "engram_update T=8192 d=5120 n=4": (
-        "8 tokens a program, to read the weights once for them, leave one program an SM: 649 us; 2 "
-        "tokens 402, 1 token and 16 warps 450, 1 token and 8 warps 356, which is the default since."
+        "In Triton, 8 tokens a program, to read the weights once for them, leave one program an "
+        "SM: 649 us; 2 tokens 402, 1 token and 16 warps 450, 1 token and 8 warps 356. The row's "
+        "figure is of that form; since then many tokens run in CUDA C++, whose blocks hold the "
+        "weights and read rows ahead by bulk copies: not timed yet."
     ),
 }
 
@@ -147,9 +149,29 @@ def grouped(tokens_at_once: int, warps: int) -> Callable[..., Tensor]:
     return run
 
 
+def native(**given: object) -> Tensor:
+    """The forward in CUDA C++, where Triton is the usual one."""
+    from openv41.ops import engram_cuda as file  # noqa: PLC0415
+
+    with torch.no_grad():
+        return file.forward((*tensors(given), None), EPS)
+
+
+def train_triton(**given: object) -> tuple[Tensor, ...]:
+    """Forward and all gradients in Triton, where CUDA C++ is the usual one."""
+    from openv41.ops import engram_triton as file  # noqa: PLC0415
+
+    parts = *(t.detach() for t in tensors(given)), None
+    out = file.forward(parts, EPS, tokens_at_once=1)[0]
+    return out, *file.backward(parts, given["gradient"], EPS, warps=16)
+
+
 def update_row(tokens: int, goal: float | None) -> Row:
     """The gated update of all streams."""
-    sizes = [(1, 4), (2, 4)] if tokens == 8192 else []
+    sizes = [(1, 8), (1, 4)] if tokens == 8192 else []
+    variants = {f"Triton, {t} tokens, {w} warps": grouped(t, w) for t, w in sizes}
+    if tokens == 256:
+        variants["CUDA C++"] = native
     return Row(
         op="engram_update",
         shape={"T": tokens, "d": DIM, "n": STREAMS},
@@ -159,7 +181,7 @@ def update_row(tokens: int, goal: float | None) -> Row:
         tolerance=4e-3,
         floor_bytes=tokens * (3 * STREAMS + 1) * DIM * 2,
         reference=update,
-        variants={f"{t} tokens, {w} warps": grouped(t, w) for t, w in sizes},
+        variants=variants,
         peers=("tilekernels:engram_gate",),
         goals=() if goal is None else (Goal("us", goal),),
     )
@@ -176,6 +198,7 @@ def training_row(tokens: int) -> Row:
         tolerance=1e-2,
         floor_bytes=tokens * (3 * STREAMS + 1 + 5 * STREAMS + 2) * DIM * 2,
         reference=train,
+        variants={"Triton": train_triton},
         peers=("tilekernels:engram_gate_train",),
     )
 

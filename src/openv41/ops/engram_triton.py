@@ -3,7 +3,8 @@
 8192 tokens look up 24 rows of 264 bytes each and write them as bf16: 152 MB, 35 us at 4.3 TB/s. The
 update reads and writes the streams once, (3 N + 1) D values a token: 1.09 GB, 254 us for N = 4 and
 D = 5120; its backward reads keys and streams a second time for the weights' gradients, (7 N + 2) D,
-585 us. All sums have one order. Report §2.4.2.
+585 us; ``engram_cuda``, which takes many tokens of bf16, reads them once. All sums have one order.
+Report §2.4.2.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from openv41.ops import engram_cuda
 from openv41.ops._dispatch import kernel, wants_gradient
 from openv41.ops.engram import DEAD
 
@@ -353,7 +355,9 @@ def engram_gate(
     deterministic: bool = False,
 ) -> Tensor:
     """The gate alone."""
-    return forward((x, key, x, q_weight, k_weight, None), eps, adds=False)[1]
+    gates = forward((x, key, x, q_weight, k_weight, None), eps, adds=False)[1]
+    assert gates is not None, "the gates are asked for"
+    return gates
 
 
 @kernel(refuse=lambda x, gate, value: _refuse_gate(x, value, gate))
@@ -399,10 +403,12 @@ def forward(
     adds: bool = True,
     tokens_at_once: int | None = None,
     warps: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Streams and gates; without ``adds`` the gates alone."""
-    x, key, value, q_weight, k_weight, is_image = _ready(given)
+) -> tuple[Tensor, Tensor | None]:
+    """Streams and gates; without ``adds`` the gates alone, in CUDA C++ the streams alone."""
+    x, key, value, q_weight, k_weight, is_image = ready = _ready(given)
     tokens, num, dim = x.shape
+    if adds and tokens_at_once is None and engram_cuda.fits(ready):
+        return engram_cuda.forward(ready, eps), None
     gates = torch.empty(tokens, num, dtype=torch.float32, device=x.device)
     out = torch.empty_like(x) if adds else x
     if gates.numel():
@@ -424,7 +430,21 @@ def backward(
     given: tuple[Tensor | None, ...], grad: Tensor, eps: float, *, warps: int | None = None
 ) -> tuple[Tensor, ...]:
     """Gradients of streams, keys, values and both weights, each in its tensor's dtype."""
-    x, key, value, q_weight, k_weight, is_image = _ready(given)
+    ready, grad = _ready(given), grad.contiguous()
+    if warps is None and engram_cuda.fits(ready, grad):
+        to_x, to_key, to_value, partial = engram_cuda.backward(ready, grad, eps)
+    else:
+        to_x, to_key, to_value, partial = _gradients(ready, grad, eps, warps)
+    _, _, _, q_weight, k_weight, _ = ready
+    both = partial.sum(dim=0)
+    to_q = (both * k_weight).to(q_weight.dtype)
+    return to_x, to_key, to_value, to_q, (both * q_weight).to(k_weight.dtype)
+
+
+def _gradients(
+    ready: tuple[Any, ...], grad: Tensor, eps: float, warps: int | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x, key, value, q_weight, k_weight, is_image = ready
     tokens, num, dim = x.shape
     to_x = torch.empty_like(x)
     to_key = torch.empty(tokens, num, dim, dtype=key.dtype, device=x.device)
@@ -434,7 +454,7 @@ def backward(
     if x.numel():
         width = triton.next_power_of_2(dim)
         _backward[(tokens,)](
-            *(grad.contiguous(), x, key, value, q_weight, k_weight, is_image),
+            *(grad, x, key, value, q_weight, k_weight, is_image),
             *(to_x, to_key, to_value, shares, num, dim, key.stride(0), value.stride(0), eps),
             HAS_IMAGE=is_image is not None,
             STREAMS=num,
@@ -448,9 +468,7 @@ def backward(
             TOKENS=8,
             COLUMNS=columns,
         )
-    both = partial.sum(dim=0)
-    to_q = (both * k_weight).to(q_weight.dtype)
-    return to_x, to_key, to_value, to_q, (both * q_weight).to(k_weight.dtype)
+    return to_x, to_key, to_value, partial
 
 
 class _EngramUpdate(torch.autograd.Function):
