@@ -83,16 +83,17 @@ def _say(text: str) -> None:
 
 def measured(names: Sequence[str], options: argparse.Namespace) -> Iterator[Line]:
     """Yield a line for each case and tool; what fails without a tool runs under none."""
-    parts = [range(first, len(names), options.jobs) for first in range(options.jobs)]
-    with ThreadPoolExecutor(len(TOOLS) * options.jobs) as pool:
+    most = options.jobs * len(options.tools)
+    few, many = ([range(n, len(names), c) for n in range(c)] for c in (options.jobs, most))
+    with ThreadPoolExecutor(most) as pool:
 
         def under(tool: str, numbers: Sequence[int]) -> list[Line]:
             return _process(tool, [names[n] for n in numbers], numbers, options)
 
-        plain = [line for found in pool.map(lambda p: under("", p), parts) for line in found]
+        plain = [line for found in pool.map(lambda p: under("", p), many) for line in found]
         failed = {str(line["case"]) for line in plain if line["status"] != "clean"}
         yield from ({**line, "tool": "none"} for line in plain if line["case"] in failed)
-        left = [[n for n in part if names[n] not in failed] for part in parts]
+        left = [[n for n in part if names[n] not in failed] for part in few]
         jobs = [pool.submit(under, tool, part) for tool in options.tools for part in left if part]
         for job in jobs:
             yield from job.result()
