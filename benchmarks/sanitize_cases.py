@@ -13,6 +13,7 @@ from torch import Tensor
 from benchmarks.h200 import cache_writers, indexer, mhc, row_ops
 from benchmarks.h200 import sparse_attention as attention
 from openv41 import ops
+from openv41.ops import engram_cuda
 
 Run = Callable[[torch.Generator], Any]
 EPS = 1e-6
@@ -63,6 +64,17 @@ def engram(g: torch.Generator, tokens: int, num: int, dim: int) -> Any:  # noqa:
     with torch.no_grad():
         gate = ops.engram_gate(x, key, *weights, EPS)
         return found, ops.engram_update(*given, EPS), ops.add_gated(x, gate, value)
+
+
+def engram_native(g: torch.Generator) -> Any:  # noqa: ANN401
+    """The gated update and its gradients in CUDA C++, which the op does not choose."""
+    given = normal(g, 9, 4, 256), normal(g, 9, 4, 256), normal(g, 9, 256)
+    given = *(t.detach() for t in given), uniform(g, 4, 256), uniform(g, 4, 256)
+    shown = uniform(g, 9) < 0.3
+    if g.device.type != "cuda":
+        return ops.engram_update(*given, EPS, shown)
+    out = engram_cuda.forward((*given, shown), EPS)
+    return engram_cuda.backward((*given, shown), out, EPS)
 
 
 def written(g: torch.Generator) -> None:
@@ -161,7 +173,7 @@ def each() -> Iterator[tuple[str, Run]]:
     yield "hash_ngrams", lambda g: ops.hash_ngrams(*hashed(g))
     yield "lookup_ngrams", looked_up
     yield "engram_update engram_gate add_gated", lambda g: engram(g, 5, 3, 40)
-    yield "engram_update: many tokens", lambda g: engram(g, 515, 4, 256)
+    yield "engram_update: CUDA C++", engram_native
     yield "write_latents", written
     yield "take_pairs order_pairs grouped_linear combine", experts
     yield "route", routed

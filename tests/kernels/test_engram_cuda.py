@@ -132,10 +132,11 @@ def test_a_wrong_source_is_found_out(library, monkeypatch):
     assert not engram_cuda._is_right(library, "cpu", ((256, 2),))
 
 
-def test_what_it_takes():
-    """It takes nothing on a CPU, whatever its shape."""
+def test_what_it_takes(monkeypatch):
+    """It takes nothing unless it is switched on, and nothing on a CPU."""
     given, grad = inputs(600, 256, torch.bfloat16)
     assert not engram_cuda.fits(given)
+    monkeypatch.setattr(engram_cuda, "FEW", 0)
     assert not engram_cuda.fits(given, grad)
 
 

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 SOURCE = "engram.cu"
 STREAMS, WIDEST = 4, 5120
-FEW = 512  # tokens below which the Triton kernel is as fast
+FEW: int | None = None  # tokens from which the op takes it; none until it has run on a GPU
 Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]  # the op's tensors
 
 
@@ -35,7 +35,7 @@ def fits(given: Given, grad: Tensor | None = None) -> bool:
     """Whether the source takes these."""
     x, key, value, q_weight, k_weight, _ = given
     tokens, num, dim = x.shape
-    if not x.is_cuda or tokens < FEW or num != STREAMS or dim % 256 or dim > WIDEST:
+    if FEW is None or not x.is_cuda or tokens < FEW or num != STREAMS or dim % 256 or dim > WIDEST:
         return False
     rows = (x, key, value) if grad is None else (x, key, value, grad)
     if any(t.dtype != torch.bfloat16 or t.data_ptr() % 16 or t.stride(0) % 8 for t in rows):

@@ -3,7 +3,7 @@
 8192 tokens look up 24 rows of 264 bytes each and write them as bf16: 152 MB, 35 us at 4.3 TB/s. The
 update reads and writes the streams once, (3 N + 1) D values a token: 1.09 GB, 254 us for N = 4 and
 D = 5120; its backward reads keys and streams a second time for the weights' gradients, (7 N + 2) D,
-585 us; ``engram_cuda``, which takes many tokens of bf16, reads them once. All sums have one order.
+585 us; ``engram_cuda``, a variant for many tokens, reads them once. All sums have one order.
 Report §2.4.2.
 """
 
