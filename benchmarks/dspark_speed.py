@@ -28,6 +28,7 @@ from benchmarks.record import REPOSITORY, record
 from openv41.cli.dspark import answers_of, drafting_engine, held_out_prompts
 from openv41.cli.numerics import Numerics
 from openv41.config import NUMERICS
+from openv41.engine.answering import Collector
 from openv41.engine.confidence_record import calibrate, record_confidences
 from openv41.engine.dspark_files import (
     CALIBRATION_FILE,
@@ -38,12 +39,13 @@ from openv41.engine.dspark_files import (
 )
 from openv41.engine.engine import Engine, EngineConfig
 from openv41.engine.paged_store import CacheConfig
-from openv41.engine.profile import measure_costs
+from openv41.engine.profile import measure_costs, tokens_needed
 from openv41.engine.request import Answer, Request
 from openv41.engine.scheduled_verification import schedule_verification
 from openv41.engine.scheduler import ScheduleConfig
 from openv41.engine.speculation import SpeculationConfig
 from openv41.engine.stats import EngineStats
+from openv41.io.hf_config import read_config
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
@@ -83,21 +85,44 @@ def clock_of(device: str) -> Callable[[], float]:
     return time.process_time if device == "cpu" else time.perf_counter
 
 
-def run(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[Answer]]:
-    """Tokens per second, from the first prompt to the last token."""
+def run(
+    engine: Engine, requests: Sequence[Request], load: int
+) -> tuple[float, float, list[Answer]]:
+    """Tokens per second of decoding and in all, with ``load`` requests in flight; the answers.
+
+    Decoding are all steps but those that compute a prompt.
+    """
     clock = clock_of(engine.device.type)
+    collectors = [Collector() for _ in requests]
+    waiting = list(zip(requests, collectors, strict=True))[::-1]
+    decoding, decoded = 0.0, 0
     synchronize(engine)
     start = clock()
-    answers = engine.generate(requests)
+    while waiting or not engine.is_idle:
+        running = len(engine.scheduler.running)
+        for _ in range(min(load - running, len(waiting))):
+            engine.submit(*waiting.pop())
+        is_decoding = not engine.scheduler.waiting
+        is_decoding &= not any(job.is_prefill for job in engine.scheduler.running)
+        before, begun = engine.figures.generated_tokens, clock()
+        engine.step()
+        if is_decoding:
+            decoding += clock() - begun
+            decoded += engine.figures.generated_tokens - before
     synchronize(engine)
-    return sum(len(a.tokens) for a in answers) / (clock() - start), answers
+    answers = [collector.answer() for collector in collectors]
+    total = sum(len(answer.tokens) for answer in answers)
+    return decoded / decoding, total / (clock() - start), answers
 
 
 def prepare(checkpoint: Path, text: Path, options: argparse.Namespace) -> Iterator[dict]:
     """Calibrate, profile, and replay: yield the lines of all policies."""
     most, context = max(options.loads), PROMPT_TOKENS
     numerics = None if options.numerics is None else Numerics(options.numerics)
-    engine = drafting_engine(checkpoint, most, context + 400, numerics, options.device)
+    dspark = read_config(checkpoint).dspark
+    assert dspark is not None, "the checkpoint has no drafter"
+    room = context + tokens_needed(dspark.block_size)
+    engine = drafting_engine(checkpoint, most, room, numerics, options.device)
     prompts = held_out_prompts(checkpoint, text, options.prompts, context)
     rounds = Rounds(*record_confidences(engine, answers_of(prompts, 64)))
     where = Surroundings.of(engine.model, graphs=engine.decode is not None)
@@ -124,19 +149,22 @@ def measure(checkpoint: Path, text: Path, options: argparse.Namespace) -> Iterat
         prompts = held_out_prompts(checkpoint, text, count, PROMPT_TOKENS)
         requests = answers_of(prompts, options.tokens, temperature=options.temperature)
         for engine in arms.engines.values():
-            run(engine, requests[:load])  # warm
+            run(engine, requests[:load], load)  # warm
         before = {name: engine.stats() for name, engine in arms.engines.items()}
         speeds: dict[str, list[float]] = {name: [] for name in arms.engines}
+        wholes: dict[str, list[float]] = {name: [] for name in arms.engines}
         repeated = {}
         for turn in range(options.repeats):
             names = list(arms.engines)
             for name in names if turn % 2 == 0 else reversed(names):
-                speed, answers = run(arms.engines[name], requests)
+                speed, whole, answers = run(arms.engines[name], requests, load)
                 speeds[name].append(speed)
+                wholes[name].append(whole)
                 repeated[name] = repeated_share(answers)
         where = asdict(Surroundings.of(arms.engines["none"].model))
         for name, engine in arms.engines.items():
             ratios = [a / b for a, b in zip(speeds[name], speeds["none"], strict=True)]
+            all_ratios = [a / b for a, b in zip(wholes[name], wholes["none"], strict=True)]
             yield {
                 "benchmark": "dspark_speed",
                 "label": options.label,
@@ -149,6 +177,8 @@ def measure(checkpoint: Path, text: Path, options: argparse.Namespace) -> Iterat
                 "ratio": statistics.median(ratios),
                 "ratio_least": min(ratios),
                 "ratio_most": max(ratios),
+                "with_prompts": statistics.median(wholes[name]),
+                "with_prompts_ratio": statistics.median(all_ratios),
                 "repeats": options.repeats,
                 "repeated_4_grams": repeated[name],
                 **speculation(before[name], engine.stats()),

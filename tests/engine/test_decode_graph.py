@@ -13,6 +13,7 @@ from openv41.engine import decode_graph
 from openv41.engine.captured import Captured
 from openv41.engine.decode_graph import DecodeSteps, why_not
 from openv41.engine.draft_graph import DraftSteps
+from openv41.engine.draw_graph import DrawGraphs, Draws
 from openv41.engine.request import Request
 from openv41.engine.sampler import SamplingConfig
 from openv41.engine.speculation import DraftChoice, SpeculationConfig, VerifyAll
@@ -44,6 +45,8 @@ WAITING = {
 def stepping(engine):
     """The engine with steps addressed on the device; also those of its drafter."""
     engine.decode = DecodeSteps(engine.model, engine.store)
+    banned = engine.model.config.image_token_id
+    engine.draws = Draws(engine.num_tokens, banned, engine.device, has_graphs=True)
     if engine.drafting is not None and isinstance(engine.drafting.drafter, DSparkDrafter):
         engine.drafting.graphs = DraftSteps(
             engine.drafting.drafter, engine.model, engine.store, engine.num_tokens
@@ -117,7 +120,8 @@ def no_waiting(monkeypatch):
     monkeypatch.setattr(Op, "__call__", op)
     monkeypatch.setattr(pairs, "count_ids", on_a_gpu)
     monkeypatch.setattr(experts, "_is_read_by_host", lambda _: False)
-    for kind, name in ((DecodeSteps, "_compute"), (DraftSteps, "_write"), (DraftSteps, "_draft")):
+    parts = [(DecodeSteps, "_compute"), (DraftSteps, "_write"), (DraftSteps, "_draft")]
+    for kind, name in [*parts, (DrawGraphs, "_compute")]:
         monkeypatch.setattr(kind, name, computed(getattr(kind, name)))
 
 
@@ -201,7 +205,7 @@ def test_steps_stand_between_verified_drafts():
 
 @pytest.mark.parametrize("numerics", ["f32", "f32qat"])
 @pytest.mark.parametrize("drafts", DraftChoice)
-def test_the_drafter_drafts_alike(no_waiting, drafts, numerics):
+def test_the_drafter_drafts_alike(monkeypatch, no_waiting, drafts, numerics):
     """Requests at and above temperature 0 that come, go and draft together, windows that slide."""
     model = arm(torch.float64, bitwise=False, numerics=numerics, config=target_config())
     hot = SamplingConfig(temperature=1.3, seed=5)
@@ -215,10 +219,17 @@ def test_the_drafter_drafts_alike(no_waiting, drafts, numerics):
     options["cache"] = {"max_requests": 7}
     want, engine = engine_of(model, **options), stepping(engine_of(model, **options))
     drafted = set()
-    run = engine.drafting.graphs.drafted
-    engine.drafting.graphs.drafted = lambda size: (drafted.add(size), run(size))[1]
+    call = Captured.__call__
+
+    def spied(self, size):
+        if self is engine.drafting.graphs.drafted:
+            drafted.add(size)
+        return call(self, size)
+
+    monkeypatch.setattr(Captured, "__call__", spied)
     answers = [[a.tokens for a in e.generate(requests)] for e in (want, engine)]
     assert answers[0] == answers[1]
+    assert engine.draws.graphs.captured.replays > 3
     assert {size for size, _ in drafted} >= {2, 4, 6}, drafted
     assert want.stats().drafts_accepted == engine.stats().drafts_accepted
     accepted = sum(want.stats().drafts_accepted)

@@ -43,7 +43,7 @@ def test_every_load_and_length_is_timed(model, monkeypatch):
     assert engine.is_idle
     assert engine.drafting.speculator is used
     steps = [load * (1 + drafts) for load in (1, 2) for drafts in (0, 0, 1, 2, 3, 4, 5)]
-    timed = [rows for rows in steps for _ in range(profile.STEPS)]
+    timed = [rows for rows in steps for _ in range(profile.WARM + profile.TIMED)]
     prompts = 1, 1  # a step for each load's prompts
     assert len(rows) == len(timed) + sum(prompts)
     assert sorted(rows)[: len(timed)][:6] == sorted(timed)[:6]

@@ -35,6 +35,10 @@ class Captured(Generic[Size, Computed]):
         """Sizes that are captured."""
         return len(self._graphs)
 
+    def answers(self) -> list[Computed]:
+        """What captured work is answered with, size by size."""
+        return [computed for _, computed in self._graphs.values()]
+
     def prepare(self, sizes: Iterable[Size]) -> None:
         """Capture work of these sizes now, whatever is described."""
         for size in sizes:

@@ -23,7 +23,10 @@ PROBE_COST = 0.02  # share of the time since the last one that a trial may cost
 PROBE_DRAFTS = 4  # that a trial verifies, which costs little where rows are dear
 MEMORY = 0.98  # share of what is known of all requests that a drafting step leaves
 PROBE_MEMORY = 0.5  # likewise, of a trial: what was known is old
-TRUST = 8.0  # drafts, as many accepted as expected, beside those that were counted
+PRIOR = 16.0  # rounds of which every draft was accepted, known before the first
+TRIAL_ROUNDS = 8  # of all requests together: one alone says little
+NOISE = 24.0  # requests whose last survivals together say as much as those of late do
+TRUST = 2.0  # drafts of a place, as many accepted as expected, beside those that were counted
 
 
 class ConfidenceSpeculator:
@@ -34,8 +37,9 @@ class ConfidenceSpeculator:
     ones instead (``early_stop``). A step does not draft at all where the past does not promise
     ``MIN_GAIN``; there a request without a past counts as requests were of late.
 
-    Survivals are scaled by the share of expected drafts that were accepted of late, so that
-    confidences which promise too much do not cost speed for long.
+    Survivals are scaled by the share of expected drafts that were accepted of late, place by place,
+    so that confidences which promise too much do not cost speed for long. Whether drafting pays is
+    asked of what requests were like of late; the fewer run, the less their last rounds say.
     """
 
     def __init__(
@@ -53,12 +57,14 @@ class ConfidenceSpeculator:
         self._costs, self._lag = costs, lag
         self._times: dict[int, tuple[float, Float[np.ndarray, " sizes"]]] = {}  # by requests
         self._history = ConfidenceHistory(num_drafts, max(1, lag))
-        self._sum, self._rows = np.ones(num_drafts), 1.0  # of survivals of late, of all requests
+        # Survivals of late, of all requests; at first drafts are trusted for some rounds.
+        self._sum, self._rows = PRIOR * np.ones(num_drafts), PRIOR
         self._current: Float[np.ndarray, "B X"] | None = None  # of a step that drafts
         self._undrafted = 0  # steps since the last one that drafted
         self._patience = PROBES[0]  # steps until the next trial
         self._is_trial = False
-        self._expected = self._accepted = 0.0  # drafts of late
+        self._trial_steps = 0  # left of a trial
+        self._expected, self._accepted = np.zeros((2, num_drafts))  # drafts of late, by place
         self.budget = 0  # drafts that the last step might verify
 
     def plan(self, requests: Sequence[int]) -> bool:
@@ -67,15 +73,21 @@ class ConfidenceSpeculator:
         if not requests:
             return False
         plain, seconds = self._seconds(len(requests))
-        past = self._history.rows(requests) * self.reliability
+        past = self._scaled(self._history.rows(requests))
         self.budget = self._costs.fill(len(requests), best_budget(past, seconds))
-        likely = self._history.rows(requests, self._sum / self._rows) * self.reliability
+        usual = self._sum / self._rows
+        own = len(requests) / (len(requests) + NOISE)
+        likely = self._scaled(usual + own * (self._history.rows(requests, usual) - usual))
         pays = float(rates(likely, seconds).max()) * plain >= MIN_GAIN * len(requests)
-        self._is_trial = not pays and self._is_due(len(requests), plain, seconds)
+        if not (pays or self._trial_steps) and self._is_due(len(requests), plain, seconds):
+            self._trial_steps = -(-TRIAL_ROUNDS // len(requests))
+            self._patience = min(2 * self._patience, PROBES[1])
+        self._is_trial = not pays and self._trial_steps > 0
         if pays:
-            self._undrafted, self._patience = 0, PROBES[0]
+            self._undrafted, self._patience, self._trial_steps = 0, PROBES[0], 0
         elif self._is_trial:
-            self._undrafted, self._patience = 0, min(2 * self._patience, PROBES[1])
+            self._undrafted = 0
+            self._trial_steps -= 1
             self.budget = min(len(requests), PROBE_DRAFTS)
         else:
             self._undrafted += 1
@@ -91,7 +103,7 @@ class ConfidenceSpeculator:
         """Admit drafts by their survival, up to the budget."""
         found = confidences(logits, self._temperatures)
         self._current = survival(found)
-        candidates = survival(found, limits) * self.reliability
+        candidates = self._scaled(survival(found, limits))
         if self._lag:
             return [int(count) for count in admit(candidates, self.budget)]
         return [int(n) for n in early_stop(candidates, self._seconds(len(requests))[1])]
@@ -109,8 +121,9 @@ class ConfidenceSpeculator:
             return
         inside = np.arange(len(self._sum)) < np.asarray(lengths)[:, None]
         memory = PROBE_MEMORY if self._is_trial else MEMORY
-        self._expected = memory * self._expected + float(current[inside].sum())
-        self._accepted = memory * self._accepted + float(sum(accepted))
+        held = np.arange(len(self._sum)) < np.asarray(accepted)[:, None]
+        self._expected = memory * self._expected + (current * inside).sum(axis=0)
+        self._accepted = memory * self._accepted + held.sum(axis=0)
         self._sum = memory * self._sum + current.sum(axis=0)
         self._rows = memory * self._rows + len(current)
         self._history.publish(requests, current)
@@ -120,16 +133,24 @@ class ConfidenceSpeculator:
         self._history.forget(request)
 
     @property
-    def reliability(self) -> float:
-        """Accepted drafts over expected ones of late, at most 1."""
-        return min(1.0, (self._accepted + TRUST) / (self._expected + TRUST))
+    def reliability(self) -> Float[np.ndarray, " X"]:
+        """Accepted drafts over expected ones of late, at most 1, by their place in a block."""
+        return np.minimum(1.0, (self._accepted + TRUST) / (self._expected + TRUST))
+
+    def _scaled(self, survivals: Float[np.ndarray, "B X"]) -> Float[np.ndarray, "B X"]:
+        """Survivals as far as those of late held; still not increasing along a row."""
+        scaled: Float[np.ndarray, "B X"] = np.minimum.accumulate(
+            survivals * self.reliability, axis=1
+        )
+        return scaled
 
     def _is_due(self, requests: int, plain: float, seconds: Float[np.ndarray, " sizes"]) -> bool:
         """Whether to try again: not where it could not pay if every draft were accepted."""
         if self._undrafted < self._patience:
             return False
         best = ((requests + np.arange(len(seconds))) / seconds).max()
-        extra = float(seconds[min(requests, PROBE_DRAFTS)]) - plain
+        steps = -(-TRIAL_ROUNDS // requests)
+        extra = steps * (float(seconds[min(requests, PROBE_DRAFTS)]) - plain)
         could_pay = best * plain >= MIN_GAIN * requests
         return bool(could_pay) and extra <= PROBE_COST * self._undrafted * plain
 

@@ -38,11 +38,11 @@ class Drawn:
     """What was drawn: numbers that the host wants, and what stays on the device."""
 
     numbers: Float64[Tensor, "requests X kinds"]  # token, confidence, chance
-    shares: Float64[Tensor, "requests X V"] | None  # None where no draft was sampled
+    shares: Float64[Tensor, "places X V"] | None  # None where no draft was sampled
 
     def of(self, count: int) -> "Drawn":
-        """Those of the first requests."""
-        return Drawn(self.numbers[:count], None if self.shares is None else self.shares[:count])
+        """Numbers of the first requests; chances are addressed anyway."""
+        return Drawn(self.numbers[:count], self.shares)
 
 
 class DraftChooser:

@@ -8,6 +8,8 @@ import itertools
 from collections.abc import Sequence
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from openv41.engine.captured import Captured, Staged, rounded, sizes_up_to
 from openv41.engine.decode_graph import stored_frequencies, stored_rings, why_not
@@ -60,6 +62,14 @@ class DraftSteps:
         self._drawing.tell([(*(0.5,) * self._drafter.block_size, 1.0, 1.0)], self._places)
         self.written.prepare(sizes_up_to(self._most))
         self.drafted.prepare(itertools.product(sizes_up_to(self._places), (False, True)))
+
+    def blocks(self) -> list[Float[Tensor, "places X V"]]:
+        """Chances that captured drafts leave in one place each."""
+        return [found.shares for found in self.drafted.answers() if found.shares is not None]
+
+    def lasting(self, shares: Tensor | None) -> Float[Tensor, "places X V"] | None:
+        """These chances if they lie where those of later drafts will; else None."""
+        return next((block for block in self.blocks() if block is shares), None)
 
     def knows(self, jobs: Sequence[Job]) -> bool:
         """Whether the rings hold all that the drafter reads of these requests."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from jaxtyping import Float
+from torch import Tensor
 
 from openv41.engine.draft_choice import DraftChooser, Drawing, Drawn, drafts_of, drawing_of
 from openv41.engine.draft_graph import captured_drafts
@@ -47,6 +48,7 @@ class Drafting:
         self.budget = 0  # drafts that the last step of decoding requests verified
         self._round: dict[int, int] = {}  # drafts that hold, by request that was drafted for
         self._lengths: dict[int, int] = {}
+        self.shares: Float[Tensor, "places X V"] | None = None  # of a step's drafts
         self._untold: dict[int, Job] = {}  # jobs with features that the drafter has not had
 
     def draft(self, jobs: Sequence[Job], room: int) -> Mapping[int, int]:
@@ -54,7 +56,7 @@ class Drafting:
 
         ``room`` is how many the step can take.
         """
-        self._round, self._lengths = {}, {}
+        self._round, self._lengths, self.shares = {}, {}, None
         self.budget = 0
         limits = [self._limit(job) for job in jobs]
         if not (self.is_on and room > 0 and any(limits)):
@@ -150,6 +152,7 @@ class Drafting:
         )
         if self.graphs is not None and self.graphs.knows(jobs):
             drawn = self.graphs.draft(jobs, drawing)
+            self.shares = self.graphs.lasting(drawn.shares)
         else:
             drawn = self._drawn(jobs, drawing)
         numbers = drawn.numbers.cpu().numpy()

@@ -4,7 +4,6 @@
 (CED prefill, prefix reuse, the candidate pool) goes through the model's one forward.
 """
 
-import hashlib
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -22,11 +21,12 @@ from openv41.engine.answering import Collector, take, take_prompt
 from openv41.engine.constraint import ConstraintError
 from openv41.engine.decode_graph import captured_steps
 from openv41.engine.drafting import Drafting
-from openv41.engine.dspark_files import CALIBRATION_FILE, PROFILE_FILE
+from openv41.engine.draw_graph import Draws
 from openv41.engine.features import Features
+from openv41.engine.fingerprint import fingerprint
 from openv41.engine.images import ImageCache, JobImages, find_spans, join
 from openv41.engine.job import Job, Sink
-from openv41.engine.joint_sampling import Drawing, draw_together
+from openv41.engine.joint_sampling import Drawing
 from openv41.engine.paged_store import CacheConfig, PagedStore
 from openv41.engine.prefix_cache import PrefixCache, open_disk
 from openv41.engine.request import Answer, Event, FinishReason, Request, check_room
@@ -146,6 +146,9 @@ class Engine:
         self.images = ImageCache(model.vision, config.image_cache_bytes)
         self.figures = Figures()
         self.decode = captured_steps(model, self.store) if config.cuda_graphs else None
+        has_graphs = self.decode is not None
+        banned = model.config.image_token_id
+        self.draws = Draws(self.num_tokens, banned, self.device, has_graphs=has_graphs)
         self._is_closed = False
         self._jobs: dict[int, Job] = {}
         self._next = 0
@@ -176,7 +179,7 @@ class Engine:
             engram=config.engram,
         )
         return cls(
-            model, load_tokenizer(checkpoint), config, fingerprint=_fingerprint(checkpoint, name)
+            model, load_tokenizer(checkpoint), config, fingerprint=fingerprint(checkpoint, name)
         )
 
     # requests
@@ -258,8 +261,11 @@ class Engine:
         try:
             with torch.inference_mode():
                 self.decode.prepare(page)
-                if self.drafting is not None and self.drafting.graphs is not None:
-                    self.drafting.graphs.prepare()
+                drafts = None if self.drafting is None else self.drafting.graphs
+                if drafts is not None:
+                    drafts.prepare()
+                if self.draws.graphs is not None:
+                    self.draws.graphs.prepare([] if drafts is None else drafts.blocks())
         finally:
             self.store.allocator.release([page])
 
@@ -406,7 +412,8 @@ class Engine:
         is_block = speculation is not None and speculation.rule is VerifyRule.BLOCK
         drawn: Sequence[list[int] | None] = [None] * len(drawings)
         if not is_block:
-            drawn = draw_together(logits, drawings, banned=self.model.config.image_token_id)
+            shares = None if self.drafting is None else self.drafting.shares
+            drawn = self.draws(logits, drawings, shares)
         for (job, _), own, known in zip(drawing, logits.split(sizes), drawn, strict=True):
             if known is None:
                 tokens = job.sampler.verify(own, job.drafts, block=is_block)
@@ -486,15 +493,3 @@ def _check_disk(config: EngineConfig, fingerprint: str) -> None:
             "be taken for this model's; name the weights, or use Engine.load, which does"
         )
         raise ConfigError("engine", [problem])
-
-
-def _fingerprint(checkpoint: Path, numerics: str) -> str:
-    """Tell models apart: their configuration, the names, sizes and times of their files."""
-    files = sorted(
-        path
-        for path in checkpoint.iterdir()
-        if path.suffix in (".json", ".safetensors")
-        and path.name not in (PROFILE_FILE, CALIBRATION_FILE)  # they change no cache
-    )
-    about = [f"{p.name} {p.stat().st_size} {p.stat().st_mtime_ns}" for p in files]
-    return hashlib.blake2b("\n".join([numerics, *about]).encode(), digest_size=16).hexdigest()

@@ -59,7 +59,7 @@ def draw_together(
         if not all(is_usable[one.first : one.stop]):
             continue
         if one.sampler.config.temperature == 0:
-            found[i] = _while_drafted(tokens[one.first : one.stop], one.drafts)
+            found[i] = while_drafted(tokens[one.first : one.stop], one.drafts)
         else:
             sampled.append(i)
     for group in _pieces(sampled, drawings, ELEMENTS_AT_ONCE // logits.shape[1]):
@@ -69,7 +69,7 @@ def draw_together(
     return found
 
 
-def _while_drafted(tokens: Sequence[int], drafts: Sequence[Draft]) -> list[int]:
+def while_drafted(tokens: Sequence[int], drafts: Sequence[Draft]) -> list[int]:
     """Tokens up to the first that is not its draft."""
     held = 0
     while held < len(drafts) and tokens[held] == drafts[held].token:
@@ -106,7 +106,7 @@ def _draw_sampled(
         if is_rejected:
             rests.append((place, one.drafts[held].shares))
         ends.append(begin + held)
-        points.append(_point(one, held, Stream.RESIDUAL if is_rejected else Stream.TOKEN))
+        points.append(point(one, held, Stream.RESIDUAL if is_rejected else Stream.TOKEN))
         begin += one.num_rows
     last = shares[torch.tensor(ends, device=logits.device)]
     if rests:
@@ -133,7 +133,7 @@ def _accepted(shares: Float[Tensor, "rows V"], drawings: Sequence[Drawing]) -> l
         where += range(begin, begin + len(one.drafts))
         drafts += one.drafts
         coins += [
-            _point(one, k, Stream.COIN if draft.is_sampled else Stream.TOKEN)
+            point(one, k, Stream.COIN if draft.is_sampled else Stream.TOKEN)
             for k, draft in enumerate(one.drafts)
         ]
         begin += one.num_rows
@@ -153,7 +153,8 @@ def _accepted(shares: Float[Tensor, "rows V"], drawings: Sequence[Drawing]) -> l
     return found
 
 
-def _point(one: Drawing, ahead: int, stream: Stream) -> float:
+def point(one: Drawing, ahead: int, stream: Stream) -> float:
+    """The random number of a place ahead of a request's next one."""
     return uniform(one.sampler.config.seed, stream, one.sampler.place + ahead)
 
 

@@ -14,8 +14,8 @@ from openv41.engine.request import Event, Request
 from openv41.engine.sampler import SamplingConfig
 from openv41.errors import InputError
 
-TURNS = 5  # of each kind of step; each turn is two steps that warm up and one that counts
-STEPS = 3
+TURNS = 4  # of each kind of step
+WARM, TIMED = 2, 3  # steps of a turn; those that count follow each other, as they do in life
 
 
 class ForcedVerification:
@@ -49,7 +49,7 @@ class ForcedVerification:
 def tokens_needed(block_size: int) -> int:
     """Room of an answer, so that no step is short of it if every draft is accepted."""
     drawn = 1 + sum(1 + drafts for drafts in range(block_size + 1))
-    return TURNS * STEPS * drawn + 2 * (block_size + 1)
+    return TURNS * (WARM + TIMED) * drawn + 2 * (block_size + 1)
 
 
 def measure_costs(
@@ -112,10 +112,9 @@ def _steps(
             engine.step()
         for kind in kinds * TURNS:
             forced.drafts = kind
-            for step in range(STEPS):
-                seconds = _timed(engine, clock)
-                if step == STEPS - 1:
-                    yield kind, seconds
+            for _ in range(WARM):
+                engine.step()
+            yield kind, _timed(engine, clock)
     finally:
         for number in numbers:
             engine.cancel(number)
@@ -141,7 +140,8 @@ def _timed(engine: Engine, clock: Callable[[], float]) -> float:
     if engine.device.type == "cuda":
         torch.cuda.synchronize(engine.device)
     start = clock()
-    engine.step()
+    for _ in range(TIMED):
+        engine.step()
     if engine.device.type == "cuda":
         torch.cuda.synchronize(engine.device)
-    return clock() - start
+    return (clock() - start) / TIMED
