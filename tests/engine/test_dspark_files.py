@@ -17,7 +17,7 @@ from openv41.engine.dspark_files import (
     save_calibration,
     save_profile,
 )
-from openv41.engine.engine import _fingerprint
+from openv41.engine.fingerprint import fingerprint
 from openv41.errors import InputError
 from tests.engine.mini_engine import arm
 
@@ -130,12 +130,12 @@ def test_temperatures_that_are_none_are_refused(tmp_path, here, change, what):
 
 def test_pages_on_disk_outlive_a_measurement(tmp_path, here):
     (tmp_path / "config.json").write_text("{}")
-    before = _fingerprint(tmp_path, "f32")
+    before = fingerprint(tmp_path, "f32")
     save_profile(tmp_path / PROFILE_FILE, COSTS, here)
     save_calibration(tmp_path / CALIBRATION_FILE, FOUND, here)
-    assert _fingerprint(tmp_path, "f32") == before
+    assert fingerprint(tmp_path, "f32") == before
     (tmp_path / "other.json").write_text("{}")
-    assert _fingerprint(tmp_path, "f32") != before
+    assert fingerprint(tmp_path, "f32") != before
 
 
 def test_a_missing_file_says_what_writes_it(tmp_path, here):

@@ -20,6 +20,7 @@ from openv41.config import NUMERICS
 from openv41.engine.answering import Collector, take, take_prompt
 from openv41.engine.constraint import ConstraintError
 from openv41.engine.decode_graph import captured_steps
+from openv41.engine.disk_tier import DiskTier
 from openv41.engine.drafting import Drafting
 from openv41.engine.draw_graph import Draws
 from openv41.engine.features import Features
@@ -129,14 +130,11 @@ class Engine:
         self.cut, reason = find_cut(model.config, config.prefill_cut)
         if self.cut is None and config.prefill is not PrefillMode.FULL:
             logger.warning("prefill runs every layer on every row: %s", reason)
-        disk = None
-        if config.disk_folder is not None:
-            disk = open_disk(self.store, config.disk_folder, fingerprint, config.disk_bytes)
         self.prefixes = PrefixCache(
             self.store,
             cut=self.cut,
             max_snapshots=config.max_snapshots,
-            disk=disk,
+            disk=_disk(self.store, config, fingerprint),
             variant=config.replay_variant,
             tail=1 if drafter is None else model.config.attention.window_size,
         )
@@ -493,3 +491,9 @@ def _check_disk(config: EngineConfig, fingerprint: str) -> None:
             "be taken for this model's; name the weights, or use Engine.load, which does"
         )
         raise ConfigError("engine", [problem])
+
+
+def _disk(store: PagedStore, config: EngineConfig, fingerprint: str) -> DiskTier | None:
+    if config.disk_folder is None:
+        return None
+    return open_disk(store, config.disk_folder, fingerprint, config.disk_bytes)
