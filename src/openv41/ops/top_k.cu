@@ -107,8 +107,8 @@ struct Shared {
     static constexpr int kListed = LISTED, kPlaces = PLACES;
     int bins[kBins];
     unsigned above[PLACES / 32], ties[PLACES / 32];
-    int keys[LISTED + 1];  // the last one holds what finds no room
-    uint16_t places[LISTED + 1], groups[PLACES / 16];
+    int keys[LISTED];
+    uint16_t places[LISTED], groups[PLACES / 16];
     int few[kFew], sums[3][32], found[3];
     int few_count, count;
 };
@@ -322,10 +322,9 @@ struct Chooser {
         if (own == 0) return;
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
-            if (keys[i] >= bound) {
-                const int at = min(to, Given::kListed);
-                shared.keys[at] = keys[i];
-                shared.places[at] = static_cast<uint16_t>(place + i / 4 * stride + i % 4);
+            if (keys[i] >= bound && to < Given::kListed) {
+                shared.keys[to] = keys[i];
+                shared.places[to] = static_cast<uint16_t>(place + i / 4 * stride + i % 4);
             }
             to += keys[i] >= bound;
         }
