@@ -5,7 +5,7 @@ import re
 import statistics
 from functools import partial
 
-from benchmarks import decode_tables, sanitize
+from benchmarks import decode_tables, sanitize, sanitize_cpu
 from benchmarks.h200 import report
 from benchmarks.record import REPOSITORY, RESULTS
 from openv41.io.atomic import write_atomic
@@ -223,6 +223,7 @@ PAGES = {
         "h200": report.ceilings,
         "h200_modules": report.sections,
         "sanitizer": sanitize.table,
+        "sanitizer_cpu": sanitize_cpu.table,
         **decode_tables.TABLES,
     },
 }

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from benchmarks import sanitize
+from benchmarks import sanitize, sanitize_cpu
 from benchmarks.sanitize_cases import CASES
 from openv41.ops import kernels as mode
 from tests.meta.test_kernels import kernels
@@ -98,3 +98,33 @@ def test_the_table_has_a_column_for_each_tool(monkeypatch, tmp_path):
     ]
     sanitize.record(sanitize.NAME, lines, about={}, folder=tmp_path)
     assert sanitize.table() == [("case", "memcheck", "racecheck"), ("route", "clean", "2 reports")]
+
+
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        ("..\n2 passed in 3 s\n", "clean"),
+        ("SUMMARY: ThreadSanitizer: data race\n2 passed in 3 s\n", "1 reports"),
+        ("1 passed, 2 errors in 3 s\n", "failed"),
+        ("Segmentation fault\n", "failed"),
+    ],
+)
+def test_what_sanitizers_of_the_compiler_say(said, status):
+    assert sanitize_cpu.parsed(said)["status"] == status
+
+
+def test_the_compiler_of_a_test_is_another(tmp_path, monkeypatch):
+    """A test file that only shows which compiler it finds, and that nothing is preloaded."""
+    file = tmp_path / "test_found.py"
+    file.write_text(
+        "import os, shutil, subprocess\n"
+        "def test_found():\n"
+        "    assert 'LD_PRELOAD' not in os.environ\n"
+        "    said = subprocess.check_output([shutil.which('g++'), 'x'])\n"
+        "    assert said == b'-g -fsanitize=y x\\n'\n"
+    )
+    (tmp_path / "bin").mkdir()
+    said = sanitize_cpu._tested(
+        file, tmp_path / "bin", sanitize_cpu.COMPILER.format("echo", "y"), ""
+    )
+    assert sanitize_cpu.parsed(said)["status"] == "clean", said
