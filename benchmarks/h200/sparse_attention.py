@@ -27,9 +27,9 @@ TRIED = {
         "1,000; the change of queries takes 6,000. A half of the sums that waits for the next "
         "scores gains 2 %, both halves lose 4 %. Rows read into registers a step ahead took "
         "1,805 us, bulk copies of a row 1,736 and a race, copies of 16 bytes 1,597 before the last "
-        "changes; what dequantises nothing still takes 1,447. Next: half of the next block's scores "
-        "asked for before a block is weighed, which fits into 96 registers; all of them, or sums of "
-        "256 channels at once, do not fit into those that 512 threads have"
+        "changes; what dequantises nothing still takes 1,447. Next: half of the next scores "
+        "asked for before a block is weighed, which fits into 96 registers; all of them, or sums "
+        "of 256 channels at once, do not fit into those that 512 threads have"
     ),
     "packed_sparse_attention T=256 heads=64 keys=128+512 rows=2097152": (
         "as for 8192 queries: Triton 185.9 us, layouts chosen in Gluon 109.2 us, CUDA C++ 64.1 us"
