@@ -25,7 +25,8 @@ MEMORY = 0.98  # share of what is known of all requests that a drafting step lea
 PROBE_MEMORY = 0.5  # likewise, of a trial: what was known is old
 PRIOR = 16.0  # rounds of which every draft was accepted, known before the first
 TRIAL_ROUNDS = 8  # of all requests together: one alone says little
-NOISE = 24.0  # requests whose last survivals together say as much as those of late do
+NOISE = 24.0  # requests whose last survivals say as much of whether to draft as those of late do
+BUDGET_NOISE = 2.0  # likewise, of how much
 TRUST = 2.0  # drafts of a place, as many accepted as expected, beside those that were counted
 
 
@@ -73,11 +74,9 @@ class ConfidenceSpeculator:
         if not requests:
             return False
         plain, seconds = self._seconds(len(requests))
-        past = self._scaled(self._history.rows(requests))
+        past = self._likely(requests, BUDGET_NOISE)
         self.budget = self._costs.fill(len(requests), best_budget(past, seconds))
-        usual = self._sum / self._rows
-        own = len(requests) / (len(requests) + NOISE)
-        likely = self._scaled(usual + own * (self._history.rows(requests, usual) - usual))
+        likely = self._likely(requests, NOISE)
         pays = float(rates(likely, seconds).max()) * plain >= MIN_GAIN * len(requests)
         if not (pays or self._trial_steps) and self._is_due(len(requests), plain, seconds):
             self._trial_steps = -(-TRIAL_ROUNDS // len(requests))
@@ -136,6 +135,12 @@ class ConfidenceSpeculator:
     def reliability(self) -> Float[np.ndarray, " X"]:
         """Accepted drafts over expected ones of late, at most 1, by their place in a block."""
         return np.minimum(1.0, (self._accepted + TRUST) / (self._expected + TRUST))
+
+    def _likely(self, requests: Sequence[int], noise: float) -> Float[np.ndarray, "B X"]:
+        """Survivals between those of late and each request's last; ``noise`` requests say as much."""
+        usual = self._sum / self._rows
+        share = len(requests) / (len(requests) + noise)
+        return self._scaled(usual + share * (self._history.rows(requests, usual) - usual))
 
     def _scaled(self, survivals: Float[np.ndarray, "B X"]) -> Float[np.ndarray, "B X"]:
         """Survivals as far as those of late held; still not increasing along a row."""
