@@ -26,14 +26,14 @@ PROBE_MEMORY = 0.5  # likewise, of a trial: what was known is old
 PRIOR = 16.0  # rounds of which every draft was accepted, known before the first
 TRIAL_ROUNDS = 8  # of all requests together: one alone says little
 NOISE = 24.0  # requests whose last survivals say as much of whether to draft as those of late do
-BUDGET_NOISE = 2.0  # likewise, of how much
+BUDGET_NOISE = 0.5  # likewise, of how much
 TRUST = 2.0  # drafts of a place, as many accepted as expected, beside those that were counted
 
 
 class ConfidenceSpeculator:
     """Verifies what raises the tokens per second that a cost table lets expect.
 
-    The budget of a step comes from survivals ``lag`` steps old, over all candidates; the drafts
+    The budget of a step comes from survivals ``lag`` steps old and those of late; the drafts
     verified are those of the highest current survivals. ``lag`` 0 stops early along the current
     ones instead (``early_stop``). A step does not draft at all where the past does not promise
     ``MIN_GAIN``; there a request without a past counts as requests were of late.
@@ -137,7 +137,10 @@ class ConfidenceSpeculator:
         return np.minimum(1.0, (self._accepted + TRUST) / (self._expected + TRUST))
 
     def _likely(self, requests: Sequence[int], noise: float) -> Float[np.ndarray, "B X"]:
-        """Survivals between those of late and each request's last; ``noise`` requests say as much."""
+        """Survivals between those of late and the last of each request.
+
+        ``noise`` requests at once make them count alike.
+        """
         usual = self._sum / self._rows
         share = len(requests) / (len(requests) + noise)
         return self._scaled(usual + share * (self._history.rows(requests, usual) - usual))
