@@ -11,6 +11,7 @@ from openv41.engine.engine import Engine, EngineConfig
 from openv41.engine.paged_store import CacheConfig
 from openv41.engine.request import Answer, Request
 from openv41.engine.sampler import SamplingConfig
+from openv41.engine.speculation import VerifyAll
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class DraftingFigures:
     mean_lengths: list[float]  # tokens of a round, the one behind the drafts included
     acceptance: list[list[float]]  # by position: share of verified drafts that were accepted
     repeated: list[float]  # share of 4-grams that their answer holds before: text that loops
+    before_loops: list[float]  # mean lengths of rounds before an answer first repeats a 4-gram
     speed_up: float  # of one greedy request: seconds without drafts over those with them
 
 
@@ -33,15 +35,57 @@ def measure_drafting(export: Path, tokens: Sequence[int]) -> DraftingFigures:
     cache = CacheConfig(num_pages=count * pages, max_requests=count)
     config = EngineConfig(cache=cache, prefix_cache=False)
     loaded = Engine.load(export, config=config, numerics="f32qat")
-    lengths, acceptance, repeated = [], [], []
+    lengths, acceptance, repeated, before_loops = [], [], [], []
     for temperature in (1.0, 0.0):
-        engine = Engine(loaded.model, loaded.tokenizer, config)
+        rounds = Rounds()
+        engine = Engine(loaded.model, loaded.tokenizer, config, speculator=rounds)
         answers = engine.generate([_request(p, temperature, n) for n, p in enumerate(prompts)])
         stats = engine.stats()
         lengths.append(stats.mean_accepted_length)
         acceptance.append(list(stats.draft_acceptance))
         repeated.append(statistics.mean(map(repeated_share, answers)))
-    return DraftingFigures(lengths, acceptance, repeated, _speed_up(loaded, prompts))
+        before_loops.append(mean_before_loops(answers, rounds.in_order()))
+    return DraftingFigures(lengths, acceptance, repeated, before_loops, _speed_up(loaded, prompts))
+
+
+class Rounds(VerifyAll):
+    """Remembers how many drafts each round of each request accepted."""
+
+    def __init__(self) -> None:
+        self.accepted: dict[int, list[int]] = {}
+
+    def verified(
+        self, requests: Sequence[int], lengths: Sequence[int], accepted: Sequence[int]
+    ) -> None:
+        """Keep the rounds, request by request."""
+        for request, count in zip(requests, accepted, strict=True):
+            self.accepted.setdefault(request, []).append(count)
+
+    def in_order(self) -> list[list[int]]:
+        """The rounds of each request, the oldest request first."""
+        return [self.accepted[request] for request in sorted(self.accepted)]
+
+
+def mean_before_loops(answers: Sequence[Answer], rounds: Sequence[Sequence[int]]) -> float:
+    """Tokens of a round, of those that begin before their answer first repeats a 4-gram."""
+    lengths = []
+    for answer, accepted in zip(answers, rounds, strict=True):
+        begin, end = 1, first_repeated(answer)  # a prompt's step draws the first token
+        for count in accepted:
+            if begin <= end:
+                lengths.append(1 + count)
+            begin += 1 + count
+    return statistics.mean(lengths)
+
+
+def first_repeated(answer: Answer) -> int:
+    """Place of the first token that ends a 4-gram for the second time; behind all if none does."""
+    known = set()
+    for place, gram in enumerate(zip(*(answer.tokens[n:] for n in range(4)), strict=False), 3):
+        if gram in known:
+            return place
+        known.add(gram)
+    return len(answer.tokens)
 
 
 def repeated_share(answer: Answer) -> float:

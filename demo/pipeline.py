@@ -271,6 +271,7 @@ def summarise(
         mean_accepted_length_greedy=drafted.mean_lengths[1],
         draft_acceptance=drafted.acceptance[0],
         draft_acceptance_greedy=drafted.acceptance[1],
+        mean_accepted_length_before_loops=drafted.before_loops[1],
         repeated_4_grams=drafted.repeated[0],
         repeated_4_grams_greedy=drafted.repeated[1],
         draft_speed_up=drafted.speed_up,

@@ -62,6 +62,7 @@ class Summary:
     mean_accepted_length_greedy: float
     draft_acceptance: list[float]
     draft_acceptance_greedy: list[float]
+    mean_accepted_length_before_loops: float  # greedy
     repeated_4_grams: float
     repeated_4_grams_greedy: float
     draft_speed_up: float
@@ -133,7 +134,8 @@ def rows(summary: Summary) -> list[tuple[str, str, str]]:
             "tokens per step with drafts",
             f"{s.mean_accepted_length:.2f}",
             f"at temperature 1 ({s.repeated_4_grams:.0%} of 4-grams repeat); "
-            f"{s.mean_accepted_length_greedy:.2f} at 0 ({s.repeated_4_grams_greedy:.0%})",
+            f"{s.mean_accepted_length_greedy:.2f} at 0 ({s.repeated_4_grams_greedy:.0%}), "
+            f"{s.mean_accepted_length_before_loops:.2f} before a 4-gram repeats",
         ),
         (
             "drafts accepted",

@@ -51,6 +51,7 @@ def make(**changes):
         "mean_accepted_length_greedy": 2.75,
         "draft_acceptance": [0.625, 0.375],
         "draft_acceptance_greedy": [0.75, 0.5],
+        "mean_accepted_length_before_loops": 2.25,
         "repeated_4_grams": 0.02,
         "repeated_4_grams_greedy": 0.3,
         "draft_speed_up": 1.25,
