@@ -150,7 +150,8 @@ def dspark_profile(label: str) -> list[tuple[str, ...]]:
 def dspark_replay(label: str) -> list[tuple[str, ...]]:
     """The replayed trace under each policy."""
     lines = read(f"dspark_replay_{label}")
-    fixed = [x["tokens_per_second"] for x in lines if not str(x["policy"]).startswith("scheduled")]
+    known = [line for line in lines if str(line["policy"]).startswith(("none", "fixed"))]
+    fixed = [line["tokens_per_second"] for line in known]
     rows = [("policy", "tokens/s", "to the best fixed one", "drafts per step", "of them accepted")]
     for line in lines:
         speed = line["tokens_per_second"]
@@ -212,6 +213,7 @@ PAGES = {
     },
     "dspark.md": {
         "dspark_profile_demo_cpu": partial(dspark_profile, "demo_cpu"),
+        "dspark_profile_small_h200": partial(dspark_profile, "small_h200"),
         "dspark_speed_demo_cpu": partial(dspark_speed, "demo_cpu"),
         "dspark_replay_demo_cpu": partial(dspark_replay, "demo_cpu"),
         "scheduling": scheduling,
