@@ -133,14 +133,14 @@ def test_two_hundred_real_prompts(record_proof, loaded, requests, plain, is_sche
 
 def test_a_draft_that_is_not_compared_is_noticed(loaded, requests, plain, monkeypatch):
     """Control: every third block keeps its first draft whatever the model says."""
-    rule, calls = joint_sampling._while_drafted, iter(range(10**9))
+    rule, calls = joint_sampling.while_drafted, iter(range(10**9))
 
     def kind(tokens, drafts):
         if next(calls) % 3 or not drafts or tokens[0] == drafts[0].token:
             return rule(tokens, drafts)
         return [drafts[0].token, tokens[1]]
 
-    monkeypatch.setattr(joint_sampling, "_while_drafted", kind)
+    monkeypatch.setattr(joint_sampling, "while_drafted", kind)
     assert differing(speculating(loaded).generate(requests[:24]), plain[:24]) > 6
 
 
