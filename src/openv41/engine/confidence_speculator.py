@@ -22,7 +22,7 @@ PROBES = (64, 512)  # steps without drafting until it is tried again: at first, 
 PROBE_COST = 0.02  # share of the time since the last one that a trial may cost
 PROBE_DRAFTS = 4  # that a trial verifies, which costs little where rows are dear
 MEMORY = 0.98  # share of what is known of all requests that a drafting step leaves
-PROBE_MEMORY = 0.5  # likewise, of a trial: what was known is old
+TRIAL_MEMORY = 0.5  # likewise, of the first step of a trial: what was known is old
 PRIOR = 16.0  # rounds of which every draft was accepted, known before the first
 TRIAL_ROUNDS = 8  # of all requests together: one alone says little
 NOISE = 24.0  # requests whose last survivals say as much of whether to draft as those of late do
@@ -63,7 +63,7 @@ class ConfidenceSpeculator:
         self._current: Float[np.ndarray, "B X"] | None = None  # of a step that drafts
         self._undrafted = 0  # steps since the last one that drafted
         self._patience = PROBES[0]  # steps until the next trial
-        self._is_trial = False
+        self._memory = MEMORY  # of the step at hand
         self._trial_steps = 0  # left of a trial
         self._expected, self._accepted = np.zeros((2, num_drafts))  # drafts of late, by place
         self.budget = 0  # drafts that the last step might verify
@@ -78,20 +78,21 @@ class ConfidenceSpeculator:
         self.budget = self._costs.fill(len(requests), best_budget(past, seconds))
         likely = self._likely(requests, NOISE)
         pays = float(rates(likely, seconds).max()) * plain >= MIN_GAIN * len(requests)
+        self._memory = MEMORY
         if not (pays or self._trial_steps) and self._is_due(len(requests), plain, seconds):
-            self._trial_steps = -(-TRIAL_ROUNDS // len(requests))
+            self._trial_steps, self._memory = -(-TRIAL_ROUNDS // len(requests)), TRIAL_MEMORY
             self._patience = min(2 * self._patience, PROBES[1])
-        self._is_trial = not pays and self._trial_steps > 0
+        is_trial = not pays and self._trial_steps > 0
         if pays:
             self._undrafted, self._patience, self._trial_steps = 0, PROBES[0], 0
-        elif self._is_trial:
+        elif is_trial:
             self._undrafted = 0
             self._trial_steps -= 1
             self.budget = min(len(requests), PROBE_DRAFTS)
         else:
             self._undrafted += 1
             self.budget = 0
-        return pays or self._is_trial
+        return pays or is_trial
 
     def lengths(
         self,
@@ -119,12 +120,11 @@ class ConfidenceSpeculator:
             self._history.publish((), np.zeros((0, len(self._sum))))
             return
         inside = np.arange(len(self._sum)) < np.asarray(lengths)[:, None]
-        memory = PROBE_MEMORY if self._is_trial else MEMORY
         held = np.arange(len(self._sum)) < np.asarray(accepted)[:, None]
-        self._expected = memory * self._expected + (current * inside).sum(axis=0)
-        self._accepted = memory * self._accepted + held.sum(axis=0)
-        self._sum = memory * self._sum + current.sum(axis=0)
-        self._rows = memory * self._rows + len(current)
+        self._expected = self._memory * self._expected + (current * inside).sum(axis=0)
+        self._accepted = self._memory * self._accepted + held.sum(axis=0)
+        self._sum = self._memory * self._sum + current.sum(axis=0)
+        self._rows = self._memory * self._rows + len(current)
         self._history.publish(requests, current)
 
     def forget(self, request: int) -> None:
