@@ -61,7 +61,8 @@ class ResumableLines:
 
     def finish(self) -> None:
         """Write all lines into the file, which appears whole; nothing else is left."""
-        self._file.seek(len(self._head))
+        self._file.seek(0)
+        self._file.readline()  # what the lines are about
         with atomic_path(self.path) as temporary, temporary.open("wb") as file:
             for content in self._file:
                 file.writelines(line.encode() + b"\n" for line in json.loads(content))
