@@ -10,7 +10,7 @@ from openv41.engine.paged_store import CacheConfig, PagedStore
 from openv41.errors import InputError
 from openv41.layers.batch import Batch
 from openv41.layers.context import ForwardContext
-from openv41.layers.store import Slot
+from openv41.layers.store import Slot, Spans
 from openv41.model.cache_formats import PACKINGS, row_format
 from openv41.model.flops import cache_bytes
 from openv41.ops import quantize
@@ -155,3 +155,20 @@ def test_truncation_is_exact_as_far_as_drafts_go(model):
         store.reserve(0, position + 1)
         got = feed(model, store, [ids[position]], position).hidden
         assert (got - want[position]).abs().max() < 1e-9, position
+
+
+def test_truncation_behind_steps_forgets_what_drafters_know():
+    """Steps leave it to later to note what they wrote; rings of a drafter are noted at once."""
+    config = mini_config()
+    cache = CacheConfig(num_pages=8, page_size=4, draft_tokens=8)
+    store = PagedStore(config, NUMERICS["f32"], cache, draft_stages=1)
+    drafter = Slot("window", config.num_layers)
+    store.open(0)
+    store.reserve(0, 9)
+    store.advance(0, 0, 9)
+    store.note(drafter, Spans((0,), (0,), (9,)))
+    store.truncate(0, 6)
+    asked = (0, 0), (6, 7)
+    assert store.length(0) == 6
+    for slot in (drafter, Slot("window", 0)):
+        assert store.rows_before(slot, *asked) == (6, 0), slot

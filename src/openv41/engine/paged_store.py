@@ -102,6 +102,7 @@ class PagedStore:
         layers = config.num_layers + draft_stages
         self.rings = {slot: self._ring(slot) for slot in ring_slots(layers, pending)}
         self.windows = {slot for slot in self.rings if slot.kind == "window"}
+        self._noted = [ring for slot, ring in self.rings.items() if not self._is_behind(slot)]
         # Cleared when any request gets a page or closes: they hold page_size steps at most.
         self._addresses: dict[tuple[Spans, int], Addresses] = {}
         self._entry_rows: dict[tuple[Spans, int], Int64[Tensor, " rows"]] = {}
@@ -289,9 +290,11 @@ class PagedStore:
         """Forget everything that positions >= ``position`` wrote, up to ``draft_tokens`` back."""
         length, held = self.length(request), self._held[request]
         is_ahead = held.ahead is not None and held.ahead.first <= position
-        rings = [self.rings[TOKENS]]  # the others hear of it when they are settled
+        rings = self._noted  # the others hear of it when they are settled
         if not is_ahead:
-            rings = self._rings_of(self._settled(request))
+            self._settled(request)
+            rings = list(self.rings.values())
+        rings = [ring for ring in rings if held.place in ring.bounds]
         high = max((ring.bounds[held.place].high for ring in rings), default=0)
         lowest = max(0, high - self.cache.draft_tokens)
         if not lowest <= position <= length and position != 0:
@@ -434,9 +437,6 @@ class PagedStore:
             )
         size = (self.config.attention.window_size if slot.kind == "window" else 2) + drafts
         return Ring(self._storage(slot.kind, places * size), size, self._formats[slot.kind])
-
-    def _rings_of(self, held: _Held) -> list[Ring]:
-        return [ring for ring in self.rings.values() if held.place in ring.bounds]
 
     def _put_tokens(self, held: _Held, recent: Sequence[int], start: int) -> None:
         ring = self.rings[TOKENS]
