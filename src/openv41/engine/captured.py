@@ -16,7 +16,7 @@ class Captured(Generic[Size, Computed]):
     """Computes work by its size: call by call at first, then captured, then replayed.
 
     What ``compute`` reads must lie where it lay when it was captured; its answer is written to one
-    place per size, and stays there until work of that size is asked for again.
+    place per size, and stays there until the next work is asked for: sizes share their memory.
     """
 
     def __init__(
