@@ -26,6 +26,7 @@ from openv41.engine.paged_store import CacheConfig
 from openv41.engine.profile import measure_costs, tokens_needed
 from openv41.engine.request import Request
 from openv41.engine.sampler import SamplingConfig
+from openv41.engine.scheduler import ScheduleConfig
 from openv41.engine.verification_scheduler import survival
 from openv41.errors import InputError
 from openv41.io.hf_config import read_config
@@ -160,6 +161,7 @@ def answering_engine(
         checkpoint,
         config=EngineConfig(
             cache=CacheConfig(num_pages=pages, max_requests=requests),
+            schedule=ScheduleConfig(tokens_per_step=max(512, 8 * requests)),
             prefix_cache=False,
             deterministic=deterministic,
         ),

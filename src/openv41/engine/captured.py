@@ -1,7 +1,8 @@
 """Work of fixed sizes, captured as CUDA graphs and replayed. Report §2.2."""
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Generic, TypeVar
 
 import torch
@@ -10,6 +11,14 @@ logger = logging.getLogger(__name__)
 
 Size = TypeVar("Size", bound=Hashable)
 Computed = TypeVar("Computed")
+
+
+@contextmanager
+def computing(device: torch.device) -> Iterator[None]:
+    """Compute without gradients where a model is; kernels and graphs run on the current device."""
+    place = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with torch.inference_mode(), place:
+        yield
 
 
 class Captured(Generic[Size, Computed]):

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from openv41.engine.captured import computing
 from openv41.engine.draft_choice import DraftChooser, Drawing, Drawn, drafts_of, drawing_of
 from openv41.engine.draft_graph import captured_drafts
 from openv41.engine.job import Job
@@ -65,7 +66,7 @@ class Drafting:
         if not self.speculator.plan(numbers):
             return {}
         confidence = None
-        with self._may_fail(), torch.inference_mode():
+        with self._may_fail(), computing(self._store.device):
             self._tell()
             confidence = self.propose(jobs)
         if confidence is None:

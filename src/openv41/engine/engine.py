@@ -18,6 +18,7 @@ from torch import Tensor
 
 from openv41.config import NUMERICS
 from openv41.engine.answering import Collector, take, take_prompt
+from openv41.engine.captured import computing
 from openv41.engine.constraint import ConstraintError
 from openv41.engine.decode_graph import captured_steps
 from openv41.engine.disk_tier import DiskTier
@@ -239,7 +240,7 @@ class Engine:
         step = self.scheduler.next_step(None if drafting is None else drafting.draft)
         try:
             if step:
-                with torch.inference_mode():
+                with computing(self.device):
                     self._run(step)
         finally:
             if drafting is not None:
@@ -257,7 +258,7 @@ class Engine:
         self.prefixes.make_room(max(0, 1 - self.store.allocator.free))
         [page] = self.store.allocator.take(1)
         try:
-            with torch.inference_mode():
+            with computing(self.device):
                 self.decode.prepare(page)
                 drafts = None if self.drafting is None else self.drafting.graphs
                 if drafts is not None:
