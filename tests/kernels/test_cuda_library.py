@@ -1,5 +1,6 @@
 """Sources in CUDA C++ are compiled once, and one that does not compile says why."""
 
+import ctypes
 import subprocess
 import sys
 
@@ -53,6 +54,17 @@ def test_the_same_text_is_compiled_once(cache, tmp_path):
 def test_build_raises_what_the_compiler_does(cache, tmp_path):
     with pytest.raises(subprocess.CalledProcessError):
         cuda_library.build(compiler(tmp_path, "exit 1"), tmp_path.joinpath("nvcc"))
+
+
+def test_a_library_that_is_wrong_is_not_used_and_the_log_says_so(monkeypatch, caplog):
+    library = ctypes.CDLL(None)
+    monkeypatch.setattr(cuda_library, "load", lambda source: library)
+    assert cuda_library.trusted("top_k.cu", lambda found: found is library) is library
+    assert not caplog.records
+    assert cuda_library.trusted("top_k.cu", lambda _: False) is None
+    assert "top_k.cu is wrong on this GPU, Triton runs instead" in caplog.text
+    monkeypatch.setattr(cuda_library, "load", lambda source: None)
+    assert cuda_library.trusted("top_k.cu", lambda _: True) is None
 
 
 WHERE_THERE_IS_A_GPU = """

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -45,6 +46,15 @@ def load(*sources: str) -> ctypes.CDLL | None:
         names = ", ".join(sources)
         logger.warning("%s does not compile here, Triton runs instead: %s", names, about)
         return None
+
+
+def trusted(source: str, is_right: Callable[[ctypes.CDLL], bool]) -> ctypes.CDLL | None:
+    """A source's library if it answers rightly here; None, and the log says so, if not."""
+    found = load(source)
+    if found is None or is_right(found):
+        return found
+    logger.warning("%s is wrong on this GPU, Triton runs instead", source)
+    return None
 
 
 def build(compiler: str, *sources: Path) -> Path:

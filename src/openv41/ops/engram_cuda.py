@@ -5,15 +5,12 @@ gradients stay in registers, where the Triton kernels read keys and streams a se
 """
 
 import ctypes
-import logging
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from openv41.ops.cuda_library import load
-
-logger = logging.getLogger(__name__)
+from openv41.ops.cuda_library import trusted
 
 SOURCE = "engram.cu"
 STREAMS, WIDEST = 4, 5120
@@ -24,11 +21,7 @@ Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]  # the op's
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled source, if it updates rightly here; None else."""
-    found = load(SOURCE)
-    if found is None or _is_right(found):
-        return found
-    logger.warning("%s is wrong on this GPU, Triton runs instead", SOURCE)
-    return None
+    return trusted(SOURCE, _is_right)
 
 
 def fits(given: Given, grad: Tensor | None = None) -> bool:

@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from openv41.ops.cuda_library import load
+from openv41.ops.cuda_library import trusted
 from openv41.ops.packed_rows import unpack_rows
 
 SOURCE = "packed_index.cu"
@@ -18,8 +18,7 @@ PROGRAMS_PER_SM = 3
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled source, if it scores rightly here; None else."""
-    found = load(SOURCE)
-    return found if found is not None and _is_right(found) else None
+    return trusted(SOURCE, _is_right)
 
 
 def refuse(q: Tensor, keys: Tensor, per_page: int, block_size: int | None) -> str | None:

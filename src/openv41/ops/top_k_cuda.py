@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from openv41.ops.cuda_library import load
+from openv41.ops.cuda_library import trusted
 
 SOURCE = "top_k.cu"
 WHOLE = 16384  # scores of a row that needs no groups
@@ -22,8 +22,7 @@ BLOCK = 256 * 4  # scores of a block that groups, for each load of a thread
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled source, if it chooses rightly here; None else."""
-    found = load(SOURCE)
-    return found if found is not None and _is_right(found) else None
+    return trusted(SOURCE, _is_right)
 
 
 def refuse(scores: Tensor, k: int, allowed: Tensor | None) -> str | None:
