@@ -1,10 +1,7 @@
 """The CUDA source of the gated update, run thread by thread on the CPU, and on a GPU."""
 
-import ctypes
 import math
 import re
-import shutil
-import subprocess
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +12,7 @@ import torch
 from openv41.ops import engram, engram_cuda
 from openv41.ops.cuda_library import FOLDER
 from tests.close import assert_close
+from tests.kernels.on_cpu import compiled
 
 SHIM = Path(__file__).with_name("hopper_on_cpu.h")
 COPIES = """
@@ -55,14 +53,8 @@ def for_the_cpu(source):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     """The source, compiled for the CPU."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("there is no g++")
-    folder = tmp_path_factory.mktemp("cuda")
-    (folder / "source.cpp").write_text(for_the_cpu((FOLDER / engram_cuda.SOURCE).read_text()))
-    words = [compiler, "-O2", "-std=c++20", "-shared", "-fPIC", "-pthread", "-w"]
-    subprocess.run([*words, "source.cpp", "-o", "library.so"], cwd=folder, check=True)
-    return ctypes.CDLL(str(folder / "library.so"))
+    source = for_the_cpu((FOLDER / engram_cuda.SOURCE).read_text())
+    return compiled(source, tmp_path_factory.mktemp("cuda"))
 
 
 def inputs(tokens, dim, weights, device="cpu"):

@@ -3,8 +3,6 @@
 import ctypes
 import math
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from openv41 import ops
 from openv41.ops import mhc_cuda
 from openv41.ops.cuda_library import FOLDER
 from tests.close import assert_close
+from tests.kernels.on_cpu import compiled
 
 SHIM = Path(__file__).with_name("cuda_on_cpu.h")
 LAUNCHES = (
@@ -74,22 +73,13 @@ def for_the_cpu(source):
     return f'#include "{SHIM}"\n' + source
 
 
-def compiled(source, folder):
-    """A source, compiled for the CPU."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("there is no g++")
-    code = for_the_cpu((FOLDER / source).read_text())
-    (folder / "source.cpp").write_text(code)
-    words = [compiler, "-O1", "-std=c++20", "-shared", "-fPIC", "-pthread", "-w"]
-    subprocess.run([*words, "source.cpp", "-o", "library.so"], cwd=folder, check=True)
-    return ctypes.CDLL(str(folder / "library.so"))
-
-
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory):
     """The sources of the forward for few and for many tokens, and that of the gradients."""
-    return [compiled(source, tmp_path_factory.mktemp("cuda")) for source in mhc_cuda.SOURCES]
+    return [
+        compiled(for_the_cpu((FOLDER / name).read_text()), tmp_path_factory.mktemp("cuda"), "-O1")
+        for name in mhc_cuda.SOURCES
+    ]
 
 
 @pytest.mark.slow

@@ -1,10 +1,7 @@
 """The CUDA sources of scores from packed rows, run thread by thread on the CPU."""
 
-import ctypes
 import math
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ from openv41.ops import index_prefill_cuda, kernels, packed_index_cuda, packed_i
 from openv41.ops.cuda_library import FOLDER
 from openv41.ops.packed_rows import pack_rows
 from tests.close import assert_close
+from tests.kernels.on_cpu import compiled
 
 HERE = Path(__file__).parent
 LAUNCH = """
@@ -49,19 +47,7 @@ def for_the_cpu(name):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     """Compiles a source for the CPU."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("there is no g++")
-    folder = tmp_path_factory.mktemp("cuda")
-
-    def compiled(name):
-        source, target = folder / f"{name}.cpp", folder / f"{name}.so"
-        source.write_text(for_the_cpu(name))
-        words = [compiler, "-O2", "-std=c++20", "-shared", "-fPIC", "-pthread", "-w"]
-        subprocess.run([*words, str(source), "-o", str(target)], check=True)
-        return ctypes.CDLL(str(target))
-
-    return compiled
+    return lambda name: compiled(for_the_cpu(name), tmp_path_factory.mktemp("cuda"))
 
 
 def given(B, T, heads, pages, per_page, num, spread=1.0):  # noqa: PLR0917

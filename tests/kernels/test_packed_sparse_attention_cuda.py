@@ -1,10 +1,7 @@
 """The CUDA source of packed sparse attention, run thread by thread on the CPU, against float64."""
 
-import ctypes
 import math
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ from openv41.ops import kernels, packed_sparse_attention, plan_keys, sparse_atte
 from openv41.ops import packed_sparse_attention_cuda as cuda
 from openv41.ops.cuda_library import FOLDER
 from tests.close import assert_close
+from tests.kernels.on_cpu import compiled
 from tests.kernels.test_packed_sparse_attention_triton import case, wanted
 
 SHIM = Path(__file__).with_name("hopper_on_cpu.h")
@@ -43,14 +41,8 @@ def for_the_cpu(source):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     """The source, compiled for the CPU."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("there is no g++")
-    folder = tmp_path_factory.mktemp("cuda")
-    (folder / "source.cpp").write_text(for_the_cpu((FOLDER / cuda.SOURCE).read_text()))
-    words = [compiler, "-O2", "-std=c++20", "-shared", "-fPIC", "-pthread", "-w"]
-    subprocess.run([*words, "source.cpp", "-o", "library.so"], cwd=folder, check=True)
-    return ctypes.CDLL(str(folder / "library.so"))
+    source = for_the_cpu((FOLDER / cuda.SOURCE).read_text())
+    return compiled(source, tmp_path_factory.mktemp("cuda"))
 
 
 def run(library, args, parts, blocks):

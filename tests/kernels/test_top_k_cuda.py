@@ -1,9 +1,6 @@
 """The CUDA source of the choice, run thread by thread on the CPU, against the reference."""
 
-import ctypes
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,6 +8,7 @@ import torch
 
 from openv41.ops import indexer, top_k_cuda
 from openv41.ops.cuda_library import FOLDER
+from tests.kernels.on_cpu import compiled
 from tests.kernels.test_indexer_triton import KINDS, kinds
 
 SHIM = Path(__file__).with_name("hopper_on_cpu.h")
@@ -78,14 +76,8 @@ def for_the_cpu(source):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     """The source, compiled for the CPU."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("there is no g++")
-    folder = tmp_path_factory.mktemp("cuda")
-    (folder / "source.cpp").write_text(for_the_cpu((FOLDER / top_k_cuda.SOURCE).read_text()))
-    words = [compiler, "-O1", "-std=c++20", "-shared", "-fPIC", "-pthread", "-w"]
-    subprocess.run([*words, "source.cpp", "-o", "library.so"], cwd=folder, check=True)
-    return ctypes.CDLL(str(folder / "library.so"))
+    source = for_the_cpu((FOLDER / top_k_cuda.SOURCE).read_text())
+    return compiled(source, tmp_path_factory.mktemp("cuda"), "-O1")
 
 
 def check(library, scores, visible, **sizes):
