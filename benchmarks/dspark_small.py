@@ -26,6 +26,7 @@ from openv41.train.metrics import StepRecord
 from openv41.train.recipes import configure
 
 STAGES = ("pretrain", "dspark")
+START = time.perf_counter()
 FORCED_TOKENS = 61  # of an answer, 60 behind the first
 Lines = Iterable[dict[str, object]]
 
@@ -95,9 +96,6 @@ def tell_step(record_: StepRecord) -> None:
 def tell(text: str) -> None:
     """Show what happens, and when."""
     sys.stderr.write(f"{time.perf_counter() - START:6.1f} s  {text}\n")
-
-
-START = time.perf_counter()
 
 
 def keep(name: str, lines: Lines, options: argparse.Namespace) -> list[dict[str, object]]:

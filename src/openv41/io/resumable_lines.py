@@ -50,7 +50,7 @@ class ResumableLines:
         trace: TracebackType | None,
     ) -> None:
         if not self.rounds:
-            self.partial.unlink()
+            self.partial.unlink(missing_ok=True)
         self._file.close()
 
     def add(self, lines: Sequence[str]) -> None:
