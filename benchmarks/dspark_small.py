@@ -4,9 +4,9 @@
 
 ``DATA`` is what 'openv41 data prepare' writes, ``HELDOUT`` a text. The preset and then a drafter
 for it are trained, without checkpoints on the way; then the drafter is calibrated, steps are
-profiled, a load trace is replayed, and engines with and without speculation answer the same
-requests (dspark_speed.py), at last with drafts that are forced to hold (speculation.py). Lines are
-written as they are found, so that a time limit leaves those before it.
+profiled, a load trace is replayed, drafts are forced to hold (speculation.py), and engines with and
+without speculation answer the same requests (dspark_speed.py). Lines are written as they are found,
+so that a time limit leaves those before it.
 """
 
 import argparse
@@ -119,15 +119,15 @@ def main() -> None:
     parser.add_argument("--preset", default="small")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tokens", type=int, default=425_984, help="of the model")
-    parser.add_argument("--draft-tokens", type=int, default=81_920, help="of the drafter")
+    parser.add_argument("--draft-tokens", type=int, default=131_072, help="of the drafter")
     parser.add_argument("--set", action="append", default=[], help="a setting, as openv41 train's")
     parser.add_argument("--numerics", default="bf16qat", choices=sorted(NUMERICS))
     parser.add_argument("--loads", type=int, nargs="+", default=dspark_speed.LOADS)
-    parser.add_argument("--answer-tokens", type=int, default=160)
+    parser.add_argument("--answer-tokens", type=int, default=144)
     parser.add_argument("--per-load", type=int, default=2, help="requests for each place")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=48, help="of the calibration")
-    parser.add_argument("--temperatures", type=float, nargs="+", default=(1.0, 0.0))
+    parser.add_argument("--greedy-loads", type=int, nargs="+", default=[1], help="at temperature 0")
     parser.add_argument("--label", default="small_h200", help="in the records' names")
     parser.add_argument("--commit", default="", help="where there is no git")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -146,13 +146,14 @@ def measure(checkpoint: Path, options: argparse.Namespace) -> None:
     replayed = keep("dspark_replay", prepared, options)
     dspark_replay.draw(replayed, out / f"dspark_replay_{label}.png")
     keep("dspark_profile", dspark_speed.profile_lines(checkpoint, label), options)
-    for temperature in options.temperatures:
-        options.temperature, options.tokens = temperature, options.answer_tokens
-        name = "dspark_speed" if temperature else "dspark_speed_greedy"
-        found = keep(name, dspark_speed.measure(checkpoint, options.text, options), options)
-        dspark_speed.draw(found, out / f"{name}_{label}.png")
     options.checkpoint, options.tokens = checkpoint, FORCED_TOKENS
     keep("speculation", speculation.measure(options), options)
+    every = options.loads
+    for temperature, name in ((1.0, "dspark_speed"), (0.0, "dspark_speed_greedy")):
+        options.temperature, options.tokens = temperature, options.answer_tokens
+        options.loads = every if temperature else options.greedy_loads
+        found = keep(name, dspark_speed.measure(checkpoint, options.text, options), options)
+        dspark_speed.draw(found, out / f"{name}_{label}.png")
 
 
 if __name__ == "__main__":

@@ -44,13 +44,14 @@ WAITING = {
 
 def stepping(engine):
     """The engine with steps addressed on the device; also those of its drafter."""
-    engine.decode = DecodeSteps(engine.model, engine.store)
-    banned = engine.model.config.image_token_id
-    engine.draws = Draws(engine.num_tokens, banned, engine.device, has_graphs=True)
-    if engine.drafting is not None and isinstance(engine.drafting.drafter, DSparkDrafter):
-        engine.drafting.graphs = DraftSteps(
-            engine.drafting.drafter, engine.model, engine.store, engine.num_tokens
-        )
+    drafting, own, block = engine.drafting, None, None
+    if drafting is not None and isinstance(drafting.drafter, DSparkDrafter):
+        own = drafting.drafter
+        drafting.graphs = DraftSteps(own, engine.model, engine.store, engine.num_tokens)
+        block = drafting.graphs.block
+    engine.decode = DecodeSteps(engine.model, engine.store, own)
+    banned, rows = engine.model.config.image_token_id, engine.decode.most_rows
+    engine.draws = Draws(engine.num_tokens, banned, engine.device, rows, block)
     return engine
 
 
@@ -120,8 +121,8 @@ def no_waiting(monkeypatch):
     monkeypatch.setattr(Op, "__call__", op)
     monkeypatch.setattr(pairs, "count_ids", on_a_gpu)
     monkeypatch.setattr(experts, "_is_read_by_host", lambda _: False)
-    parts = [(DecodeSteps, "_compute"), (DraftSteps, "_write"), (DraftSteps, "_draft")]
-    for kind, name in [*parts, (DrawGraphs, "_compute")]:
+    parts = [(DecodeSteps, "_compute"), (DraftSteps, "_draft"), (DrawGraphs, "_compute")]
+    for kind, name in parts:
         monkeypatch.setattr(kind, name, computed(getattr(kind, name)))
 
 

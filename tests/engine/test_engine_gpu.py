@@ -107,11 +107,7 @@ def test_drafts_in_graphs_answer_as_calls_do(numerics):
     options = {"cache": {"max_requests": 6, "page_size": 16}, "cuda_graphs": True}
     graphs, calls = (engine_of(model, **options) for _ in range(2))
     plain = engine_of(model, speculation=None, **options)
-    for part in (
-        calls.decode.captured,
-        calls.drafting.graphs.drafted,
-        calls.drafting.graphs.written,
-    ):
+    for part in (calls.decode.captured, calls.drafting.graphs.drafted):
         part.captures = False
     got, want, known = (
         [answer.tokens for answer in engine.generate(requests)] for engine in (graphs, calls, plain)
@@ -124,7 +120,6 @@ def test_drafts_in_graphs_answer_as_calls_do(numerics):
     for part in (graphs.decode.captured, graphs.drafting.graphs.drafted):
         assert part.captures, "the capture failed"
         assert part.replays > 16
-    assert graphs.drafting.graphs.written.captures
 
 
 @pytest.mark.parametrize("drafts", DraftChoice)

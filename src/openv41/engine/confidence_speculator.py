@@ -61,11 +61,14 @@ class ConfidenceSpeculator:
         # Survivals of late, of all requests; at first drafts are trusted for some rounds.
         self._sum, self._rows = PRIOR * np.ones(num_drafts), PRIOR
         self._current: Float[np.ndarray, "B X"] | None = None  # of a step that drafts
+        self._declined: list[int] = []  # requests for whom drafting did not pay
         self._undrafted = 0  # steps since the last one that drafted
         self._patience = PROBES[0]  # steps until the next trial
         self._memory = MEMORY  # of the step at hand
         self._trial_steps = 0  # left of a trial
         self._expected, self._accepted = np.zeros((2, num_drafts))  # drafts of late, by place
+        self.reliability = np.ones(num_drafts)  # accepted over expected of late, at most 1
+        self._places = np.arange(num_drafts)
         self.budget = 0  # drafts that the last step might verify
 
     def plan(self, requests: Sequence[int]) -> bool:
@@ -74,24 +77,22 @@ class ConfidenceSpeculator:
         if not requests:
             return False
         plain, seconds = self._seconds(len(requests))
-        past = self._likely(requests, BUDGET_NOISE)
-        self.budget = self._costs.fill(len(requests), best_budget(past, seconds))
-        likely = self._likely(requests, NOISE)
-        pays = float(rates(likely, seconds).max()) * plain >= MIN_GAIN * len(requests)
+        budget = self._best_budget(requests, plain, seconds)
+        pays = budget is not None
         self._memory = MEMORY
         if not (pays or self._trial_steps) and self._is_due(len(requests), plain, seconds):
             self._trial_steps, self._memory = -(-TRIAL_ROUNDS // len(requests)), TRIAL_MEMORY
             self._patience = min(2 * self._patience, PROBES[1])
         is_trial = not pays and self._trial_steps > 0
-        if pays:
+        if budget is not None:
             self._undrafted, self._patience, self._trial_steps = 0, PROBES[0], 0
+            self.budget = self._costs.fill(len(requests), budget)
         elif is_trial:
             self._undrafted = 0
             self._trial_steps -= 1
             self.budget = min(len(requests), PROBE_DRAFTS)
         else:
             self._undrafted += 1
-            self.budget = 0
         return pays or is_trial
 
     def lengths(
@@ -101,9 +102,9 @@ class ConfidenceSpeculator:
         limits: Sequence[int],
     ) -> list[int]:
         """Admit drafts by their survival, up to the budget."""
-        found = confidences(logits, self._temperatures)
-        self._current = survival(found)
-        candidates = self._scaled(survival(found, limits))
+        self._current = survival(confidences(logits, self._temperatures))
+        is_allowed = self._places < np.asarray(limits)[:, None]
+        candidates = self._scaled(self._current * is_allowed)
         if self._lag:
             return [int(count) for count in admit(candidates, self.budget)]
         return [int(n) for n in early_stop(candidates, self._seconds(len(requests))[1])]
@@ -119,10 +120,11 @@ class ConfidenceSpeculator:
         if current is None:
             self._history.publish((), np.zeros((0, len(self._sum))))
             return
-        inside = np.arange(len(self._sum)) < np.asarray(lengths)[:, None]
-        held = np.arange(len(self._sum)) < np.asarray(accepted)[:, None]
+        inside = self._places < np.asarray(lengths)[:, None]
+        held = self._places < np.asarray(accepted)[:, None]
         self._expected = self._memory * self._expected + (current * inside).sum(axis=0)
         self._accepted = self._memory * self._accepted + held.sum(axis=0)
+        self.reliability = np.minimum(1.0, (self._accepted + TRUST) / (self._expected + TRUST))
         self._sum = self._memory * self._sum + current.sum(axis=0)
         self._rows = self._memory * self._rows + len(current)
         self._history.publish(requests, current)
@@ -131,19 +133,28 @@ class ConfidenceSpeculator:
         """Drop the past of a request that has ended."""
         self._history.forget(request)
 
-    @property
-    def reliability(self) -> Float[np.ndarray, " X"]:
-        """Accepted drafts over expected ones of late, at most 1, by their place in a block."""
-        return np.minimum(1.0, (self._accepted + TRUST) / (self._expected + TRUST))
+    def _best_budget(
+        self, requests: Sequence[int], plain: float, seconds: Float[np.ndarray, " sizes"]
+    ) -> int | None:
+        """Drafts with the highest rate; None where drafting does not pay."""
+        if self._undrafted > self._lag and requests == self._declined:
+            return None  # nothing has been learned since
+        usual = self._sum / self._rows
+        last = self._history.rows(requests, usual)
+        likely = self._likely(usual, last, NOISE)
+        if float(rates(likely, seconds).max()) * plain < MIN_GAIN * len(requests):
+            self._declined = list(requests)
+            return None
+        return best_budget(self._likely(usual, last, BUDGET_NOISE), seconds)
 
-    def _likely(self, requests: Sequence[int], noise: float) -> Float[np.ndarray, "B X"]:
+    def _likely(
+        self, usual: Float[np.ndarray, " X"], last: Float[np.ndarray, "B X"], noise: float
+    ) -> Float[np.ndarray, "B X"]:
         """Survivals between those of late and the last of each request.
 
         ``noise`` requests at once make them count alike.
         """
-        usual = self._sum / self._rows
-        share = len(requests) / (len(requests) + noise)
-        return self._scaled(usual + share * (self._history.rows(requests, usual) - usual))
+        return self._scaled(usual + len(last) / (len(last) + noise) * (last - usual))
 
     def _scaled(self, survivals: Float[np.ndarray, "B X"]) -> Float[np.ndarray, "B X"]:
         """Survivals as far as those of late held; still not increasing along a row."""

@@ -1,5 +1,6 @@
 """Seconds of decode steps, measured on the machine at hand. Report §2.4.3."""
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -93,7 +94,9 @@ class CostTable:
         It depends on the budget alone, which is known before the step. ``admit`` ends where there
         are no more drafts.
         """
-        return int(self._padded(np.array([requests + budget]))[0]) - requests
+        rows = requests + budget
+        place = bisect_left(self.tiers, rows)
+        return (self.tiers[place] if place < len(self.tiers) else rows) - requests
 
     def _padded(self, rows: Int[np.ndarray, " asked"]) -> Int[np.ndarray, " asked"]:
         if not self.tiers:

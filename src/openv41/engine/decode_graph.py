@@ -19,6 +19,7 @@ from torch import Tensor
 from openv41.engine.captured import Captured, Staged, rounded, sizes_up_to
 from openv41.engine.job import Job
 from openv41.engine.paged_store import PagedStore
+from openv41.engine.speculation import Drafter
 from openv41.layers.batch import Batch
 from openv41.layers.context import Work, frequencies
 from openv41.layers.decode_context import DecodeState, StoredRows
@@ -27,6 +28,7 @@ from openv41.layers.objectives import Losses
 from openv41.layers.store import Slot
 from openv41.model.cache_formats import RowFormat, row_format
 from openv41.model.causal_encoder_decoder import CausalEncoderDecoder, Output
+from openv41.model.dspark import DSparkDrafter
 from openv41.ops._dispatch import is_reference
 
 logger = logging.getLogger(__name__)
@@ -50,15 +52,20 @@ class DecodeSteps:
     """Runs steps in which every request has its newest token of text, and drafts behind it."""
 
     def __init__(
-        self, model: CausalEncoderDecoder, store: PagedStore, *, captures: bool = True
+        self,
+        model: CausalEncoderDecoder,
+        store: PagedStore,
+        drafter: DSparkDrafter | None = None,
+        *,
+        captures: bool = True,
     ) -> None:
-        """Without ``captures`` every step runs call by call."""
+        """Steps store the context of ``drafter`` too; without ``captures`` they run by calls."""
         config, device = model.config, store.device
-        self._model, self._store = model, store
+        self._model, self._store, self._drafter = model, store, drafter
         places = store.cache.max_requests
-        self._most = places * (1 + store.cache.draft_tokens)
+        self.most_rows = places * (1 + store.cache.draft_tokens)
         pages = min(-(-config.max_position // store.cache.page_size), store.cache.num_pages)
-        self._inputs = Staged(3, self._most, device)
+        self._inputs = Staged(3, self.most_rows, device)
         self._table = torch.zeros(places, pages, dtype=torch.int64, device=device)
         self._tables: list[Tensor | None] = [None] * places  # what the rows of the table hold
         self._rings = stored_rings(store)
@@ -77,13 +84,13 @@ class DecodeSteps:
     @property
     def sizes(self) -> list[int]:
         """Rows that steps are padded to."""
-        return sizes_up_to(self._most)
+        return sizes_up_to(self.most_rows)
 
     def prepare(self, page: int) -> None:
         """Capture steps of every number of rows, for short texts; writes to a page of nobody."""
         self._table.fill_(page)
         self._tables = [None] * len(self._tables)
-        self._inputs.tell([(0, 0, 0)], self._most)
+        self._inputs.tell([(0, 0, 0)], self.most_rows)
         pages = min(self._table.shape[1], self._fewest_pages)
         self.captured.prepare((rows, pages) for rows in self.sizes)
 
@@ -93,7 +100,7 @@ class DecodeSteps:
 
     def takes(self, step: Sequence[tuple[Job, int]]) -> bool:
         """Whether a step can run here."""
-        return sum(count for _, count in step) <= self._most and not any(
+        return sum(count for _, count in step) <= self.most_rows and not any(
             job.is_prefill
             or job.uses_choices
             or not self._store.has_whole_windows(job.number, job.done)
@@ -110,8 +117,9 @@ class DecodeSteps:
             tuple(job.done for job, _ in step),
             tuple(count for _, count in step),
         )
+        has_drafts = self._drafter is not None
         for job, count in step:
-            self._store.advance(job.number, job.done, job.done + count)
+            self._store.advance(job.number, job.done, job.done + count, drafts=has_drafts)
         taps = None if found.taps is None else found.taps[:rows].clone()  # they are kept for long
         return Output(
             hidden=found.hidden[:rows],
@@ -134,7 +142,7 @@ class DecodeSteps:
                 self._tables[place] = table
             tokens = enumerate(job.upcoming(count), job.done)
             described += [(token, position, place) for position, token in tokens]
-        padded = rounded(rows, self._most)
+        padded = rounded(rows, self.most_rows)
         self._inputs.tell(described, padded)
         size = self._store.cache.page_size
         pages = max((job.done + count - 1) // size + 1 for job, count in step)
@@ -144,29 +152,35 @@ class DecodeSteps:
     def _compute(self, size: Size) -> Computed:
         rows, pages = size
         token_ids, positions, places = self._inputs.there[:, :rows]
-        output = self._model.decode(
-            DecodeState(
-                token_ids=token_ids,
-                positions=positions,
-                places=places,
-                table=self._table[:, :pages][places],
-                page_size=self._store.cache.page_size,
-                rings=self._rings,
-                pages=self._pages,
-                frequencies=self._frequencies,
-            )
+        state = DecodeState(
+            token_ids=token_ids,
+            positions=positions,
+            places=places,
+            table=self._table[:, :pages][places],
+            page_size=self._store.cache.page_size,
+            rings=self._rings,
+            pages=self._pages,
+            frequencies=self._frequencies,
         )
-        return Computed(output.hidden, self._model.logits(output.hidden), output.taps)
+        output = self._model.decode(state)
+        taps = output.taps
+        if self._drafter is not None and taps is not None:
+            self._drafter.write_rows(taps, state)
+            taps = None
+        return Computed(output.hidden, self._model.logits(output.hidden), taps)
 
 
-def captured_steps(model: CausalEncoderDecoder, store: PagedStore) -> DecodeSteps | None:
+def captured_steps(
+    model: CausalEncoderDecoder, store: PagedStore, drafter: Drafter | None
+) -> DecodeSteps | None:
     """Steps that are captured, on a CUDA device; None where they cannot be."""
+    own = drafter if isinstance(drafter, DSparkDrafter) else None
     if store.device.type != "cuda":
         return None
     if (reason := why_not(model)) is not None:
         logger.warning("decode steps are not captured: %s", reason)
         return None
-    return DecodeSteps(model, store)
+    return DecodeSteps(model, store, own)
 
 
 def why_not(model: CausalEncoderDecoder) -> str | None:

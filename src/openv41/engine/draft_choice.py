@@ -9,7 +9,7 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from openv41 import ops
-from openv41.engine.random_streams import Stream, uniform
+from openv41.engine.random_streams import of_drafts
 from openv41.engine.sampler import Draft, Sampler, SharesRow
 
 Drawing = tuple[float, ...]  # random numbers of a block, temperature, 1 where drafts are sampled
@@ -28,8 +28,7 @@ def drawing_of(samplers: Sequence[Sampler], block_size: int, *, is_greedy: bool)
         if is_greedy or temperature == 0:
             drawing.append((*(0.0,) * block_size, 1.0, 0.0))
             continue
-        points = (uniform(seed, Stream.DRAFT, sampler.place, k) for k in range(block_size))
-        drawing.append((*points, temperature, 1.0))
+        drawing.append((*of_drafts(seed, sampler.place, block_size), temperature, 1.0))
     return drawing
 
 

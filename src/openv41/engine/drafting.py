@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from openv41.engine.captured import computing
@@ -49,7 +49,6 @@ class Drafting:
         self.budget = 0  # drafts that the last step of decoding requests verified
         self._round: dict[int, int] = {}  # drafts that hold, by request that was drafted for
         self._lengths: dict[int, int] = {}
-        self.shares: Float[Tensor, "places X V"] | None = None  # of a step's drafts
         self._untold: dict[int, Job] = {}  # jobs with features that the drafter has not had
 
     def draft(self, jobs: Sequence[Job], room: int) -> Mapping[int, int]:
@@ -57,10 +56,8 @@ class Drafting:
 
         ``room`` is how many the step can take.
         """
-        self._round, self._lengths, self.shares = {}, {}, None
-        self.budget = 0
-        limits = [self._limit(job) for job in jobs]
-        if not (self.is_on and room > 0 and any(limits)):
+        self._round, self._lengths, self.budget = {}, {}, 0
+        if not (self.is_on and room > 0 and any(map(self._limit, jobs))):
             return {}
         numbers = [job.number for job in jobs]
         if not self.speculator.plan(numbers):
@@ -71,16 +68,22 @@ class Drafting:
             confidence = self.propose(jobs)
         if confidence is None:
             return {}
-        limits = [min(n, len(job.drafts)) for n, job in zip(limits, jobs, strict=True)]
+        limits = [min(self._limit(job), len(job.drafts)) for job in jobs]
         lengths = within(self.speculator.lengths(numbers, confidence, limits), room)
         self._lengths = dict(zip(numbers, lengths, strict=True))
         self.steps, self.budget = self.steps + 1, sum(lengths)
         return self._lengths
 
+    @property
+    def block(self) -> Float64[Tensor, "places X V"] | None:
+        """Where the chances of drafts lie that are drawn in graphs."""
+        return None if self.graphs is None else self.graphs.block
+
     def learn(self, output: Output, jobs: Sequence[Job]) -> None:
         """Remember the features of all positions that are now part of these requests.
 
-        The drafter gets them when it is asked again, those of many steps at once.
+        The drafter gets them when it is asked again, those of many steps at once; of steps that
+        are replayed it has them.
         """
         taps, batch = output.taps, output.tap_batch
         if not self.is_on or taps is None or batch is None:
@@ -112,7 +115,7 @@ class Drafting:
     def _tell(self) -> None:
         told = [job for job in self._untold.values() if job.finished is None and job.features]
         self._untold.clear()
-        if not told or (self.graphs is not None and self.graphs.write(told)):
+        if not told:
             return
         counts = tuple(len(job.features) for job in told)
         batch = Batch(
@@ -153,7 +156,6 @@ class Drafting:
         )
         if self.graphs is not None and self.graphs.knows(jobs):
             drawn = self.graphs.draft(jobs, drawing)
-            self.shares = self.graphs.lasting(drawn.shares)
         else:
             drawn = self._drawn(jobs, drawing)
         numbers = drawn.numbers.cpu().numpy()

@@ -144,10 +144,10 @@ class Engine:
         )
         self.images = ImageCache(model.vision, config.image_cache_bytes)
         self.figures = Figures()
-        self.decode = captured_steps(model, self.store) if config.cuda_graphs else None
-        has_graphs = self.decode is not None
-        banned = model.config.image_token_id
-        self.draws = Draws(self.num_tokens, banned, self.device, has_graphs=has_graphs)
+        self.decode = captured_steps(model, self.store, drafter) if config.cuda_graphs else None
+        rows = 0 if self.decode is None else self.decode.most_rows
+        block = None if self.drafting is None else self.drafting.block
+        self.draws = Draws(self.num_tokens, model.config.image_token_id, self.device, rows, block)
         self._is_closed = False
         self._jobs: dict[int, Job] = {}
         self._next = 0
@@ -260,11 +260,10 @@ class Engine:
         try:
             with computing(self.device):
                 self.decode.prepare(page)
-                drafts = None if self.drafting is None else self.drafting.graphs
-                if drafts is not None:
-                    drafts.prepare()
+                if self.drafting is not None and self.drafting.graphs is not None:
+                    self.drafting.graphs.prepare()
                 if self.draws.graphs is not None:
-                    self.draws.graphs.prepare([] if drafts is None else drafts.blocks())
+                    self.draws.graphs.prepare()
         finally:
             self.store.allocator.release([page])
 
@@ -368,6 +367,8 @@ class Engine:
     def _forward(self, step: Sequence[tuple[Job, int]]) -> tuple[Output, StepProbe | None]:
         jobs = [job for job, _ in step]
         if self.decode is not None and self.decode.takes(step):
+            if self.drafting is not None:
+                self.drafting.tell()
             return self.decode.run(step), None
         ids = [token for job, count in step for token in job.upcoming(count)]
         batch = Batch(
@@ -411,8 +412,7 @@ class Engine:
         is_block = speculation is not None and speculation.rule is VerifyRule.BLOCK
         drawn: Sequence[list[int] | None] = [None] * len(drawings)
         if not is_block:
-            shares = None if self.drafting is None else self.drafting.shares
-            drawn = self.draws(logits, drawings, shares)
+            drawn = self.draws(logits, drawings)
         for (job, _), own, known in zip(drawing, logits.split(sizes), drawn, strict=True):
             if known is None:
                 tokens = job.sampler.verify(own, job.drafts, block=is_block)

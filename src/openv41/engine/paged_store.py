@@ -102,7 +102,10 @@ class PagedStore:
         layers = config.num_layers + draft_stages
         self.rings = {slot: self._ring(slot) for slot in ring_slots(layers, pending)}
         self.windows = {slot for slot in self.rings if slot.kind == "window"}
-        self._noted = [ring for slot, ring in self.rings.items() if not self._is_behind(slot)]
+        stages = [r for s, r in self.rings.items() if s != TOKENS and not self._is_behind(s)]
+        for ring in stages[1:]:
+            ring.bounds = stages[0].bounds  # they are written together
+        self._noted = [self.rings[TOKENS], *stages[:1]]
         # Cleared when any request gets a page or closes: they hold page_size steps at most.
         self._addresses: dict[tuple[Spans, int], Addresses] = {}
         self._entry_rows: dict[tuple[Spans, int], Int64[Tensor, " rows"]] = {}
@@ -290,11 +293,10 @@ class PagedStore:
         """Forget everything that positions >= ``position`` wrote, up to ``draft_tokens`` back."""
         length, held = self.length(request), self._held[request]
         is_ahead = held.ahead is not None and held.ahead.first <= position
-        rings = self._noted  # the others hear of it when they are settled
         if not is_ahead:
             self._settled(request)
-            rings = list(self.rings.values())
-        rings = [ring for ring in rings if held.place in ring.bounds]
+        noted = self._noted if is_ahead else list(self.rings.values())  # others: when settled
+        rings = [ring for ring in noted if held.place in ring.bounds]
         high = max((ring.bounds[held.place].high for ring in rings), default=0)
         lowest = max(0, high - self.cache.draft_tokens)
         if not lowest <= position <= length and position != 0:
@@ -351,10 +353,11 @@ class PagedStore:
         """Note that rows of a ring were written."""
         self.rings[slot].note(self._places(spans.requests, slot), spans)
 
-    def advance(self, request: int, start: int, stop: int) -> None:
-        """Note that a step has written the rows of these positions in every layer."""
-        held, ring = self._held[request], self.rings[TOKENS]
-        ring.bounds.setdefault(held.place, RingBounds()).write(start, stop, ring.size)
+    def advance(self, request: int, start: int, stop: int, *, drafts: bool = False) -> None:
+        """Note that a step has written these positions, in every layer and, or not, stage."""
+        held = self._held[request]
+        for ring in self._noted if drafts else self._noted[:1]:
+            ring.bounds.setdefault(held.place, RingBounds()).write(start, stop, ring.size)
         if held.ahead is None:
             held.ahead = Ahead(start, start, start)
         held.ahead.write(start, stop)

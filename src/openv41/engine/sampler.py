@@ -70,7 +70,7 @@ class SamplingConfig:
             raise ConfigError("sampling", problems)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Draft:
     """A drafted token, the chance that it had, and the chances of all tokens.
 
@@ -92,7 +92,7 @@ class Draft:
         return self.given.row if isinstance(self.given, SharesRow) else self.given
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class SharesRow:
     """Chances among those of many drafts, cut out when somebody asks: few are rejected."""
 

@@ -26,8 +26,8 @@ def survival(
     ``counts`` limits the drafts of each request: those behind have survival 0, as have drafts from
     a confidence on that is not a number. Not increasing along a row, also after rounding.
     """
-    known = np.clip(np.nan_to_num(confidence.astype(np.float64), nan=0.0), 0.0, 1.0)
-    chances = np.cumprod(known, axis=1)
+    wide = confidence.astype(np.float64)
+    chances = np.cumprod(np.where(wide > 0, np.minimum(wide, 1.0), 0.0), axis=1)
     if counts is not None:
         chances[np.arange(confidence.shape[1]) >= np.asarray(counts)[:, None]] = 0.0
     return chances
@@ -37,12 +37,10 @@ def ordered(
     survivals: Float[np.ndarray, "B X"],
 ) -> tuple[Float[np.ndarray, " candidates"], Int[np.ndarray, " candidates"]]:
     """Survivals above 0 and whose they are, by (-survival, position, request)."""
-    requests, drafts = survivals.shape
     by_position = survivals.T.ravel()
-    owners = np.tile(np.arange(requests), drafts)
     order = np.argsort(-by_position, kind="stable")
     order = order[: np.count_nonzero(by_position > 0)]
-    return by_position[order], owners[order]
+    return by_position[order], order % max(1, len(survivals))
 
 
 def admit(survivals: Float[np.ndarray, "B X"], budget: int) -> Int[np.ndarray, " B"]:
@@ -109,7 +107,7 @@ class ConfidenceHistory:
         """What the next step may know of these requests; ``unknown`` stands in for ones."""
         unknown = np.ones(self._num_drafts) if unknown is None else unknown
         found = [self._settled.get(request, unknown) for request in requests]
-        return np.stack(found) if found else np.ones((0, self._num_drafts))
+        return np.concatenate([np.ones(0), *found]).reshape(-1, self._num_drafts)
 
     def forget(self, request: int) -> None:
         """Drop what is known of a request that has ended."""
