@@ -91,7 +91,7 @@ def run(
 ) -> tuple[float, float, list[Answer]]:
     """Tokens per second of decoding and in all, with ``load`` requests in flight; the answers.
 
-    Decoding are all steps but those that compute a prompt.
+    Decoding are all steps in which so many requests decode, and no prompt is computed.
     """
     clock = clock_of(engine.device.type)
     collectors = [Collector() for _ in requests]
@@ -105,6 +105,7 @@ def run(
             engine.submit(*waiting.pop())
         is_decoding = not engine.scheduler.waiting
         is_decoding &= not any(job.is_prefill for job in engine.scheduler.running)
+        is_decoding &= len(engine.scheduler.running) == load
         before, begun = engine.figures.generated_tokens, clock()
         engine.step()
         if is_decoding:
@@ -189,12 +190,13 @@ def measure(checkpoint: Path, text: Path, options: argparse.Namespace) -> Iterat
 
 
 def of_all_lengths(requests: Sequence[Request]) -> list[Request]:
-    """From two thirds of their tokens to four thirds: answers that all end at once flatter steps.
+    """From two thirds of their tokens to four thirds, hardly two alike.
 
-    An engine whose requests start and end together computes all prompts in one step.
+    Requests that start and end together have their prompts computed in one step, which those of
+    an engine with drafts never do.
     """
     return [
-        replace(one, max_tokens=one.max_tokens * (4 + number % 5) // 6)
+        replace(one, max_tokens=one.max_tokens * (64 + 37 * number % 65) // 96)
         for number, one in enumerate(requests)
     ]
 

@@ -2,9 +2,10 @@
 
 A preset with random weights and a drafter, or a released checkpoint. The drafter does its work in
 every round; then the tokens of the greedy answer take the place of its drafts, so that as many hold
-as the curve asks for. Engines take turns on the
-same requests, forth and back; time runs from the first token of all to the last one. On a CPU it is
-the time of the process, so that whoever shares the machine counts for little.
+as the curve asks for. Tokens are drawn, and then those of that answer are taken: in bfloat16 a step
+of more rows may round to another token. Engines take turns on the same requests, forth and back;
+time runs from the first token of all to the last one. On a CPU it is the time of the process, so
+that whoever shares the machine counts for little.
 """
 
 import argparse
@@ -17,14 +18,17 @@ from pathlib import Path
 import numpy as np
 import torch
 from jaxtyping import Float
+from torch import Tensor
 
 from benchmarks.record import record
 from openv41 import CausalEncoderDecoder, init_weights, preset
 from openv41.config import NUMERICS
 from openv41.engine.answering import Collector
 from openv41.engine.drafting import Drafting
+from openv41.engine.draw_graph import Draws
 from openv41.engine.engine import WEIGHTS, Engine, EngineConfig
 from openv41.engine.job import Job
+from openv41.engine.joint_sampling import Drawing
 from openv41.engine.paged_store import CacheConfig
 from openv41.engine.request import Request
 from openv41.engine.sampler import Draft, SamplingConfig
@@ -68,18 +72,42 @@ class Forced(Drafting):
         self.graphs = own.graphs
         self.held, self._last = held, engine.num_tokens - 1
         self.texts: dict[int, Sequence[int]] = {}  # prompt and answer, by request
+        self.following: dict[Draft, Sequence[int]] = {}  # what the answer has, by the first draft
 
     def propose(self, jobs: Sequence[Job]) -> Float[np.ndarray, "requests X"]:
         """Put tokens of the answer in the place of the drafts."""
-        confidence = super().propose(jobs)
+        confidence, self.following = super().propose(jobs), {}
         for job in jobs:
-            right = self.texts[job.number][job.done + 1 :][: self.drafter.block_size]
+            right = self.texts[job.number][job.done + 1 :][: self.drafter.block_size + 1]
             tokens = [
                 token if place < self.held else self._last - (token == self._last)
-                for place, token in enumerate(right)
+                for place, token in enumerate(right[: self.drafter.block_size])
             ]
             job.drafts = [Draft(token) for token in tokens]
+            self.following |= dict.fromkeys(job.drafts[:1], right)
         return confidence
+
+
+class ForcedDraws(Draws):
+    """Draws as the engine does, and then says what its forced drafts say."""
+
+    def __init__(self, engine: Engine, forced: Forced) -> None:
+        self._draws, self._forced = engine.draws, forced
+        self.graphs = engine.draws.graphs
+
+    def __call__(
+        self, logits: Float[Tensor, "rows V"], drawings: Sequence[Drawing]
+    ) -> list[list[int] | None]:
+        """As many drafts as are to hold, and the token of the answer behind them."""
+        drawn = self._draws(logits, drawings)
+        return [
+            self._following(one) if one.drafts else own
+            for one, own in zip(drawings, drawn, strict=True)
+        ]
+
+    def _following(self, one: Drawing) -> list[int]:
+        held = min(self._forced.held, len(one.drafts))
+        return list(self._forced.following[one.drafts[0]][: held + 1])
 
 
 @torch.inference_mode()
@@ -106,7 +134,8 @@ def engine_of(model: CausalEncoderDecoder, load: int, tokens: int, *, speculates
     )
     engine = Engine(model, Blank(model.config.vocab_size), config)
     if speculates:
-        engine.drafting = Forced(engine)
+        engine.drafting = forced = Forced(engine)
+        engine.draws = ForcedDraws(engine, forced)
     engine.capture_steps()
     return engine
 

@@ -258,6 +258,28 @@ def test_steps_that_are_captured_ahead_leave_nothing_behind():
         engine.capture_steps()
 
 
+def test_a_prompt_does_not_take_others_out_of_their_graphs(monkeypatch):
+    """A step with both has two parts; the drafter knows at once what a prompt leaves."""
+    model = arm(torch.float64, bitwise=False, config=target_config())
+    options = {"cache": {"max_requests": 2}, "tokens_per_step": 12}
+    requests = [greedy(random_ids(n, seed=n), 12) for n in (5, 40)]
+    want = [answer.tokens for answer in engine_of(model, **options).generate(requests)]
+    engine, computed = stepping(engine_of(model, **options)), []
+    forward = type(model).forward
+    monkeypatch.setattr(
+        type(model),
+        "forward",
+        lambda self, batch, *rest, **more: (
+            computed.append(batch.requests) or forward(self, batch, *rest, **more)
+        ),
+    )
+    assert [answer.tokens for answer in engine.generate(requests)] == want
+    assert computed[0] == (0, 1)
+    assert len(computed) > 3
+    assert set(computed[1:]) == {(1,)}, "the first request decodes in graphs"
+    assert engine.stats().draft_steps > 3
+
+
 def test_rows_of_one_group_write_the_same_entry():
     """The order of two writes to one place is open on a GPU: the first row of a group that the
     next one completes must not write what it knows alone."""

@@ -4,7 +4,8 @@ A step has a row for the newest token of each request, and for each draft behind
 described by tensors that stay where they are: token ids, positions, places in the rings; page
 tables are kept by place. Sizes are rounded up: rows by repeating the last one, which computes and
 writes the same once more, and pages to a power of two, which nobody reads. The first step of each
-size runs call by call, the second is captured, every later one is a replay.
+size runs call by call, the second is captured, every later one is a replay. What prompts beside it
+need is launched while it runs.
 """
 
 import logging
@@ -97,6 +98,14 @@ class DecodeSteps:
     @property
     def _fewest_pages(self) -> int:
         return 1 << (LEAST_POSITIONS // self._store.cache.page_size - 1).bit_length()
+
+    def parts(self, step: Sequence[tuple[Job, int]]) -> list[list[tuple[Job, int]]]:
+        """Requests that can run here, then those whose prompts are computed beside them."""
+        decoding = [(job, count) for job, count in step if not job.is_prefill]
+        prompts = [(job, count) for job, count in step if job.is_prefill]
+        if prompts and decoding and self.takes(decoding):
+            return [decoding, prompts]
+        return [list(step)]
 
     def takes(self, step: Sequence[tuple[Job, int]]) -> bool:
         """Whether a step can run here."""

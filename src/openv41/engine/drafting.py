@@ -82,8 +82,8 @@ class Drafting:
     def learn(self, output: Output, jobs: Sequence[Job]) -> None:
         """Remember the features of all positions that are now part of these requests.
 
-        The drafter gets them when it is asked again, those of many steps at once; of steps that
-        are replayed it has them.
+        The drafter gets them when it is asked again, those of many steps at once; before steps
+        that are replayed, which store their own.
         """
         taps, batch = output.taps, output.tap_batch
         if not self.is_on or taps is None or batch is None:
@@ -94,7 +94,8 @@ class Drafting:
             if (job := of.get(request)) is not None:
                 job.features.add(first, taps[row : row + min(stop, job.done) - first])
                 self._untold[request] = job
-        if sum(len(job.features) for job in self._untold.values()) > ROWS_AT_ONCE:
+        rows = sum(len(job.features) for job in self._untold.values())
+        if rows > ROWS_AT_ONCE or self.graphs is not None:
             self.tell()
 
     def tell(self) -> None:

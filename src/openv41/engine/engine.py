@@ -322,8 +322,9 @@ class Engine:
 
         What a failed forward has written cannot be taken back, so that nothing of it is kept.
         """
+        parts = [step] if self.decode is None else self.decode.parts(step)
         try:
-            output, probe = self._forward(step)
+            outputs = [self._forward(part) for part in parts]
         except Exception as error:
             logger.exception("a batch of %d requests failed", len(step))
             if len(step) == 1:
@@ -333,9 +334,10 @@ class Engine:
                     job.is_alone = True
                     self.scheduler.restart(job)
             return
-        if probe is not None:
-            probe.collect()
-        self._use(step, output)
+        for part, (output, probe) in zip(parts, outputs, strict=True):
+            if probe is not None:
+                probe.collect()
+            self._use(part, output)
 
     def _use(self, step: Sequence[tuple[Job, int]], output: Output) -> None:
         """Take what a batch brought: rows of prompts, next tokens, pages to remember."""
@@ -367,8 +369,6 @@ class Engine:
     def _forward(self, step: Sequence[tuple[Job, int]]) -> tuple[Output, StepProbe | None]:
         jobs = [job for job, _ in step]
         if self.decode is not None and self.decode.takes(step):
-            if self.drafting is not None:
-                self.drafting.tell()
             return self.decode.run(step), None
         ids = [token for job, count in step for token in job.upcoming(count)]
         batch = Batch(
