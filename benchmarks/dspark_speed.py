@@ -38,6 +38,7 @@ from openv41.engine.dspark_files import (
     save_profile,
 )
 from openv41.engine.engine import Engine, EngineConfig
+from openv41.engine.heap import freeze_heap
 from openv41.engine.paged_store import CacheConfig
 from openv41.engine.profile import measure_costs, tokens_needed
 from openv41.engine.request import Answer, Request
@@ -79,6 +80,7 @@ class Arms:
         self.engines = {"none": none, "scheduled": scheduled, "verify all": every, "again": none}
         for engine in (none, scheduled, every):
             engine.capture_steps()
+        freeze_heap()  # as 'openv41 serve' does
 
 
 def clock_of(device: str) -> Callable[[], float]:
@@ -183,6 +185,8 @@ def measure(checkpoint: Path, text: Path, options: argparse.Namespace) -> Iterat
                 "ratio_most": max(ratios),
                 "with_prompts": statistics.median(wholes[name]),
                 "with_prompts_ratio": statistics.median(all_ratios),
+                "with_prompts_ratio_least": min(all_ratios),
+                "with_prompts_ratio_most": max(all_ratios),
                 "repeats": options.repeats,
                 "repeated_4_grams": repeated[name],
                 **speculation(before[name], engine.stats()),

@@ -27,6 +27,7 @@ from openv41.engine.answering import Collector
 from openv41.engine.drafting import Drafting
 from openv41.engine.draw_graph import Draws
 from openv41.engine.engine import WEIGHTS, Engine, EngineConfig
+from openv41.engine.heap import freeze_heap
 from openv41.engine.job import Job
 from openv41.engine.joint_sampling import Drawing
 from openv41.engine.paged_store import CacheConfig
@@ -137,6 +138,7 @@ def engine_of(model: CausalEncoderDecoder, load: int, tokens: int, *, speculates
         engine.drafting = forced = Forced(engine)
         engine.draws = ForcedDraws(engine, forced)
     engine.capture_steps()
+    freeze_heap()
     return engine
 
 

@@ -258,6 +258,39 @@ def test_steps_that_are_captured_ahead_leave_nothing_behind():
         engine.capture_steps()
 
 
+class Hears(VerifyAll):
+    """Notes what it is told."""
+
+    def __init__(self):
+        self.asked, self.ended, self.forgotten = [], [], {}
+
+    def lengths(self, requests, logits, limits):
+        self.asked.append(list(requests))
+        return super().lengths(requests, logits, limits)
+
+    def verified(self, requests, lengths, accepted):
+        self.ended += [list(requests)] if requests else []
+
+    def forget(self, request):
+        assert request not in self.forgotten
+        self.forgotten[request] = len(self.ended)
+
+
+@pytest.mark.parametrize("wrap", [lambda engine: engine, stepping])
+def test_a_speculator_hears_of_every_step_once(wrap):
+    """In their order, and of no request that it was to forget; the last step may be untold."""
+    model = arm(torch.float64, bitwise=False, config=target_config())
+    engine = wrap(engine_of(model, cache={"max_requests": 3}))
+    engine.drafting.speculator = hears = Hears()
+    engine.generate([greedy(random_ids(n, seed=n), n) for n in (5, 9, 14, 20)])
+    assert len(hears.asked) > 9
+    assert hears.ended == hears.asked[: len(hears.ended)]
+    assert len(hears.ended) >= len(hears.asked) - 1
+    assert len(hears.forgotten) >= 3
+    for request, told in hears.forgotten.items():
+        assert all(request not in step for step in hears.ended[told:]), request
+
+
 def test_a_prompt_does_not_take_others_out_of_their_graphs(monkeypatch):
     """A step with both has two parts; the drafter knows at once what a prompt leaves."""
     model = arm(torch.float64, bitwise=False, config=target_config())

@@ -13,6 +13,7 @@ from openv41.cli.numerics import Numerics
 from openv41.cli.ui import note
 from openv41.engine.async_engine import AsyncEngine
 from openv41.engine.engine import Engine, EngineConfig
+from openv41.engine.heap import freeze_heap
 from openv41.engine.paged_store import CacheConfig
 from openv41.engine.scheduled_verification import schedule_verification
 from openv41.engine.speculation import SpeculationConfig
@@ -146,6 +147,7 @@ def _serve(
     if engine.decode is not None:
         note("steps are captured as CUDA graphs")
         engine.capture_steps()
+    freeze_heap()
     service = make_service(
         AsyncEngine(engine),
         ServedModel.of(engine, name),

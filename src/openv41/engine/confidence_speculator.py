@@ -1,5 +1,6 @@
 """A speculator that spends rows where drafts are likely to be accepted. Report §2.4.3."""
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -60,8 +61,9 @@ class ConfidenceSpeculator:
         self._history = ConfidenceHistory(num_drafts, max(1, lag))
         # Survivals of late, of all requests; at first drafts are trusted for some rounds.
         self._sum, self._rows = PRIOR * np.ones(num_drafts), PRIOR
-        self._current: Float[np.ndarray, "B X"] | None = None  # of a step that drafts
-        self._declined: list[int] = []  # requests for whom drafting did not pay
+        # Survivals of steps that have not ended, and what each leaves of the past.
+        self._open: deque[tuple[Float[np.ndarray, "B X"], float]] = deque()
+        self._found: tuple[list[int], int | None] | None = None  # requests, their best budget
         self._undrafted = 0  # steps since the last one that drafted
         self._patience = PROBES[0]  # steps until the next trial
         self._memory = MEMORY  # of the step at hand
@@ -73,11 +75,13 @@ class ConfidenceSpeculator:
 
     def plan(self, requests: Sequence[int]) -> bool:
         """Choose the step's budget; say no where drafting does not pay."""
-        self._current, self.budget = None, 0
+        self.budget = 0
         if not requests:
             return False
         plain, seconds = self._seconds(len(requests))
-        budget = self._best_budget(requests, plain, seconds)
+        if self._found is None or self._found[0] != requests:
+            self._found = list(requests), self._best_budget(requests)
+        budget = self._found[1]
         pays = budget is not None
         self._memory = MEMORY
         if not (pays or self._trial_steps) and self._is_due(len(requests), plain, seconds):
@@ -102,9 +106,12 @@ class ConfidenceSpeculator:
         limits: Sequence[int],
     ) -> list[int]:
         """Admit drafts by their survival, up to the budget."""
-        self._current = survival(confidences(logits, self._temperatures))
-        is_allowed = self._places < np.asarray(limits)[:, None]
-        candidates = self._scaled(self._current * is_allowed)
+        current = survival(confidences(logits, self._temperatures))
+        self._open.append((current, self._memory))
+        candidates = current * (self._places < np.asarray(limits)[:, None])
+        if self._lag and self.budget >= sum(limits):
+            return [int(count) for count in np.count_nonzero(candidates, axis=1)]
+        candidates = self._scaled(candidates)
         if self._lag:
             return [int(count) for count in admit(candidates, self.budget)]
         return [int(n) for n in early_stop(candidates, self._seconds(len(requests))[1])]
@@ -114,36 +121,35 @@ class ConfidenceSpeculator:
     ) -> None:
         """Remember survivals, and how many of the expected drafts were accepted.
 
-        A step in which nothing could be drafted was not planned either.
+        Steps end in their order, but the next one may have been planned already. What is best for
+        the same requests is looked up when they ask for it, and computed here.
         """
-        current, self._current = self._current, None
-        if current is None:
-            self._history.publish((), np.zeros((0, len(self._sum))))
+        if not requests:
+            if self._history.publish((), np.zeros((0, len(self._sum)))):
+                self._found = None
             return
+        current, memory = self._open.popleft()
         inside = self._places < np.asarray(lengths)[:, None]
         held = self._places < np.asarray(accepted)[:, None]
-        self._expected = self._memory * self._expected + (current * inside).sum(axis=0)
-        self._accepted = self._memory * self._accepted + held.sum(axis=0)
+        self._expected = memory * self._expected + (current * inside).sum(axis=0)
+        self._accepted = memory * self._accepted + held.sum(axis=0)
         self.reliability = np.minimum(1.0, (self._accepted + TRUST) / (self._expected + TRUST))
-        self._sum = self._memory * self._sum + current.sum(axis=0)
-        self._rows = self._memory * self._rows + len(current)
+        self._sum = memory * self._sum + current.sum(axis=0)
+        self._rows = memory * self._rows + len(current)
         self._history.publish(requests, current)
+        self._found = list(requests), self._best_budget(requests)
 
     def forget(self, request: int) -> None:
         """Drop the past of a request that has ended."""
         self._history.forget(request)
 
-    def _best_budget(
-        self, requests: Sequence[int], plain: float, seconds: Float[np.ndarray, " sizes"]
-    ) -> int | None:
+    def _best_budget(self, requests: Sequence[int]) -> int | None:
         """Drafts with the highest rate; None where drafting does not pay."""
-        if self._undrafted > self._lag and requests == self._declined:
-            return None  # nothing has been learned since
+        plain, seconds = self._seconds(len(requests))
         usual = self._sum / self._rows
         last = self._history.rows(requests, usual)
         likely = self._likely(usual, last, NOISE)
         if float(rates(likely, seconds).max()) * plain < MIN_GAIN * len(requests):
-            self._declined = list(requests)
             return None
         return best_budget(self._likely(usual, last, BUDGET_NOISE), seconds)
 

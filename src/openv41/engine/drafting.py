@@ -1,6 +1,7 @@
 """Drafts of a step: for whom, how many are verified, and what came of them. Report §2.4.3."""
 
 import logging
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -20,6 +21,7 @@ from openv41.model.causal_encoder_decoder import CausalEncoderDecoder, Output
 
 logger = logging.getLogger(__name__)
 
+Ended = tuple[list[int], list[int], list[int], list[int]]  # as of ``verified``; and who left
 ROWS_AT_ONCE = 2048  # features that may wait for the drafter
 
 
@@ -49,6 +51,8 @@ class Drafting:
         self.budget = 0  # drafts that the last step of decoding requests verified
         self._round: dict[int, int] = {}  # drafts that hold, by request that was drafted for
         self._lengths: dict[int, int] = {}
+        self._ended: deque[Ended] = deque()  # steps of which the speculator has not heard
+        self._left: list[int] = []  # requests that end in this step
         self._untold: dict[int, Job] = {}  # jobs with features that the drafter has not had
 
     def draft(self, jobs: Sequence[Job], room: int) -> Mapping[int, int]:
@@ -132,13 +136,27 @@ class Drafting:
         """Note how many drafts of a job were computed, and how many of them hold."""
         self._lengths[job.number], self._round[job.number] = count, accepted
 
+    def forget(self, request: int) -> None:
+        """Let the speculator forget a request once it has heard of its last step."""
+        self._left.append(request)
+
     def end_step(self) -> None:
-        """Tell the speculator what came of its step; who left the step verified nothing."""
+        """Note what came of the step; who left the step verified nothing."""
         numbers = list(self._lengths)
         accepted = [self._round.get(number, 0) for number in numbers]
         lengths = [self._lengths[n] if n in self._round else 0 for n in numbers]
-        self.speculator.verified(numbers, lengths, accepted)
-        self._round, self._lengths = {}, {}
+        self._ended.append((numbers, lengths, accepted, self._left))
+        self._round, self._lengths, self._left = {}, {}, []
+        if self.graphs is None:
+            self.settle()
+
+    def settle(self) -> None:
+        """Tell the speculator what came of steps that ended, best while the device computes."""
+        while self._ended:
+            numbers, lengths, accepted, left = self._ended.popleft()
+            self.speculator.verified(numbers, lengths, accepted)
+            for request in left:
+                self.speculator.forget(request)
 
     def _limit(self, job: Job) -> int:
         """Drafts that can become part of an answer: the last token of one is not computed."""

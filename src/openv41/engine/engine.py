@@ -21,7 +21,6 @@ from openv41.engine.answering import Collector, take, take_prompt
 from openv41.engine.captured import computing
 from openv41.engine.constraint import ConstraintError
 from openv41.engine.decode_graph import captured_steps
-from openv41.engine.disk_tier import DiskTier
 from openv41.engine.drafting import Drafting
 from openv41.engine.draw_graph import Draws
 from openv41.engine.features import Features
@@ -103,7 +102,6 @@ class Engine:
         speculator: Speculator | None = None,
     ) -> None:
         """``drafter`` None takes the model's, if it has one; ``speculator`` None verifies all."""
-        _check_disk(config, fingerprint)
         self.model, self.tokenizer, self.config = model, tokenizer, config
         weight = model.norm.weight
         self.device = weight.device
@@ -135,7 +133,7 @@ class Engine:
             self.store,
             cut=self.cut,
             max_snapshots=config.max_snapshots,
-            disk=_disk(self.store, config, fingerprint),
+            disk=open_disk(self.store, config.disk_folder, fingerprint, config.disk_bytes),
             variant=config.replay_variant,
             tail=1 if drafter is None else model.config.attention.window_size,
         )
@@ -334,6 +332,8 @@ class Engine:
                     job.is_alone = True
                     self.scheduler.restart(job)
             return
+        if self.drafting is not None:
+            self.drafting.settle()
         for part, (output, probe) in zip(parts, outputs, strict=True):
             if probe is not None:
                 probe.collect()
@@ -478,23 +478,8 @@ class Engine:
         self.scheduler.remove(job)
         del self._jobs[job.number]
         if self.drafting is not None:
-            self.drafting.speculator.forget(job.number)
+            self.drafting.forget(job.number)
 
     def _admit(self, job: Job) -> None:
         """Let a request start from what is cached, unless it asks for all of its rows."""
         self.prefixes.adopt(job, reuse=self.config.prefix_cache and not job.needs_all_rows)
-
-
-def _check_disk(config: EngineConfig, fingerprint: str) -> None:
-    if config.disk_folder is not None and not fingerprint:
-        problem = (
-            "disk_folder is set but fingerprint is empty, so that pages of other weights would "
-            "be taken for this model's; name the weights, or use Engine.load, which does"
-        )
-        raise ConfigError("engine", [problem])
-
-
-def _disk(store: PagedStore, config: EngineConfig, fingerprint: str) -> DiskTier | None:
-    if config.disk_folder is None:
-        return None
-    return open_disk(store, config.disk_folder, fingerprint, config.disk_bytes)

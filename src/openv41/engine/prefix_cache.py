@@ -19,6 +19,7 @@ from openv41.engine.job import Job
 from openv41.engine.paged_store import PagedStore, Snapshot
 from openv41.engine.pages import OutOfPages
 from openv41.engine.prefix_tree import Match, PrefixTree
+from openv41.errors import ConfigError
 from openv41.layers.store import Slot
 from openv41.model.prefill import PrefillMode, PromptRows, ReplayVariant, first_needed, prompt_rows
 
@@ -245,8 +246,21 @@ class PrefixCache:
         return self._exact.match(keys)
 
 
-def open_disk(store: PagedStore, folder: Path, fingerprint: str, max_bytes: int) -> DiskTier:
-    """Open the persistent tier for the pages of a store."""
+def open_disk(
+    store: PagedStore, folder: Path | None, fingerprint: str, max_bytes: int
+) -> DiskTier | None:
+    """Open the persistent tier for the pages of a store; None without a folder.
+
+    Raises ConfigError where no fingerprint says whose pages they are.
+    """
+    if folder is None:
+        return None
+    if not fingerprint:
+        problem = (
+            "disk_folder is set but fingerprint is empty, so that pages of other weights would "
+            "be taken for this model's; name the weights, or use Engine.load, which does"
+        )
+        raise ConfigError("engine", [problem])
     return DiskTier(
         folder, record_bytes=store.page_bytes(), fingerprint=fingerprint, max_bytes=max_bytes
     )

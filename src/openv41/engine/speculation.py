@@ -123,7 +123,8 @@ class Speculator(Protocol):
     ) -> None:
         """Hear how many drafts of each request were verified and accepted.
 
-        This ends every step, also one without drafts, which has no requests here.
+        This ends every step, also one without drafts, which has no requests here. Steps end in
+        their order; where they are replayed from graphs, the next one is planned before.
         """
         ...
 

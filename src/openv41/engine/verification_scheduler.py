@@ -95,11 +95,15 @@ class ConfidenceHistory:
         self._settled: dict[int, Float[np.ndarray, " X"]] = {}
         self._recent: deque[dict[int, Float[np.ndarray, " X"]]] = deque()  # too young to be known
 
-    def publish(self, requests: Sequence[int], survivals: Float[np.ndarray, "B X"]) -> None:
-        """End a step; requests that it did not draft for keep what they have."""
+    def publish(self, requests: Sequence[int], survivals: Float[np.ndarray, "B X"]) -> bool:
+        """End a step; requests that it did not draft for keep what they have.
+
+        Say whether the next step may know more than this one.
+        """
         self._recent.append(dict(zip(requests, survivals, strict=True)))
-        if len(self._recent) == self._lag:
-            self._settled.update(self._recent.popleft())
+        settled = self._recent.popleft() if len(self._recent) == self._lag else {}
+        self._settled.update(settled)
+        return bool(settled)
 
     def rows(
         self, requests: Sequence[int], unknown: Float[np.ndarray, " X"] | None = None
