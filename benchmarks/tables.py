@@ -113,7 +113,8 @@ def dspark_speed(label: str) -> list[tuple[str, ...]]:
     """Speed of each engine by load, and what the scheduler made of its drafts."""
     rows = [
         ("requests", "none, tokens/s", "scheduled", "ratio", "all verified", "none again",
-         "drafts per round", "accepted length", "drafting steps", "repeated 4-grams")
+         "ratio with prompts", "none again with prompts", "drafts per round",
+         "accepted length", "drafting steps", "repeated 4-grams")
     ]  # fmt: skip
     lines = read(f"dspark_speed_{label}")
     for load in sorted({int(str(line["load"])) for line in lines}):
@@ -127,6 +128,8 @@ def dspark_speed(label: str) -> list[tuple[str, ...]]:
                 _range(ours, "ratio"),
                 _range(by["verify all"], "ratio"),
                 _range(by["again"], "ratio"),
+                f"{ours['with_prompts_ratio']:.2f}",
+                f"{by['again']['with_prompts_ratio']:.2f}",
                 f"{ours['drafts_per_round']:.1f}",
                 f"{ours['mean_accepted_length']:.2f}",
                 f"{ours['drafting_steps']:,}",
@@ -188,9 +191,9 @@ def _spread(runs: list[dict[str, object]], name: str) -> str:
     return f"{sum(values) / len(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
-def speculation_cpu() -> list[tuple[str, ...]]:
+def speculation(label: str) -> list[tuple[str, ...]]:
     """Tokens per second by load and tokens per round, and how often those without speculation."""
-    lines = read("speculation_cpu")
+    lines = read(f"speculation_{label}")
     lengths = sorted({int(str(line["forced_length"])) for line in lines})
     names = ["none", *(f"{length} a round" for length in lengths if length)]
     rows = [("requests", *names, "none again")]
@@ -209,13 +212,17 @@ PAGES = {
     "engine.md": {
         "peers_speed": peers,
         "ced_prefill": ced_prefill,
-        "speculation_cpu": speculation_cpu,
+        "speculation_cpu": partial(speculation, "cpu"),
     },
     "dspark.md": {
         "dspark_profile_demo_cpu": partial(dspark_profile, "demo_cpu"),
         "dspark_profile_small_h200": partial(dspark_profile, "small_h200"),
         "dspark_speed_demo_cpu": partial(dspark_speed, "demo_cpu"),
         "dspark_replay_demo_cpu": partial(dspark_replay, "demo_cpu"),
+        "dspark_speed_small_h200": partial(dspark_speed, "small_h200"),
+        "dspark_speed_greedy_small_h200": partial(dspark_speed, "greedy_small_h200"),
+        "dspark_replay_small_h200": partial(dspark_replay, "small_h200"),
+        "speculation_small_h200": partial(speculation, "small_h200"),
         "scheduling": scheduling,
     },
     "images.md": {"modality_balance": modality_balance},
