@@ -313,6 +313,18 @@ def test_a_prompt_does_not_take_others_out_of_their_graphs(monkeypatch):
     assert engine.stats().draft_steps > 3
 
 
+def test_steps_that_find_no_room_are_told(monkeypatch):
+    def full(self, page):
+        raise torch.OutOfMemoryError("2 GiB asked for")
+
+    engine = stepping(engine_of(arm(torch.float64, bitwise=False, config=target_config())))
+    free = engine.store.allocator.free
+    monkeypatch.setattr(DecodeSteps, "prepare", full)
+    with pytest.raises(InputError, match=r"find no room.*2 GiB asked for"):
+        engine.capture_steps()
+    assert engine.store.allocator.free == free
+
+
 def test_rows_of_one_group_write_the_same_entry():
     """The order of two writes to one place is open on a GPU: the first row of a group that the
     next one completes must not write what it knows alone."""

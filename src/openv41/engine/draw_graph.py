@@ -7,6 +7,7 @@ one drawn where its draft is rejected; the host picks. For a great many that is 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Float64, Int64
@@ -19,8 +20,21 @@ from openv41.engine.random_streams import at_place
 from openv41.engine.sampler import SharesRow
 
 MOST_ELEMENTS = 6 << 20  # rows x tokens of a graph, which keeps a few float64 numbers of each
-KINDS = 9  # temperature, token, chance, coin, two points, request, place, whether it has shares
 Size = tuple[int, bool]  # rows, and whether any of their drafts was sampled
+
+
+class Told(NamedTuple):
+    """What a row is drawn with; for all rows at once, a tensor each."""
+
+    temperature: Any = 1.0
+    token: Any = 0  # its draft
+    chance: Any = 1.0  # that the draft had
+    coin: Any = 0.0  # whether it is accepted
+    point: Any = 0.0  # which token is drawn
+    other_point: Any = 0.0  # and which one in place of a rejected draft
+    request: Any = 0  # where the chances of all drafts lie
+    place: Any = 0
+    is_sampled: Any = 0.0  # whether the draft could have been another
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,12 +81,12 @@ class DrawGraphs:
     ) -> None:
         self._banned, self._most, self._block = banned, most, block
         self._logits = torch.zeros(most, num_tokens, device=device)
-        self._given = Staged(KINDS, most, device, torch.float64)
+        self._given = Staged(len(Told._fields), most, device, torch.float64)
         self.captured: Captured[Size, Outcomes] = Captured(self._compute, device, captures=True)
 
     def prepare(self) -> None:
         """Capture draws of every number of rows, with and without sampled drafts."""
-        self._given.tell([(1.0, *(0.0,) * (KINDS - 1))], self._most)
+        self._given.tell([Told()], self._most)
         kinds = (False,) if self._block is None else (False, True)
         self.captured.prepare(itertools.product(sizes_up_to(self._most), kinds))
 
@@ -97,38 +111,40 @@ class DrawGraphs:
         logits = self._logits[:rows]
         if self._banned < logits.shape[1]:
             logits[:, self._banned].fill_(-torch.inf)
-        temperature, token, chance, coin, own, other, request, place, is_sampled = (
-            self._given.there[:, :rows]
-        )
-        tokens = token.long()
+        told = Told(*self._given.there[:, :rows])
+        tokens = told.token.long()
         best, likeliest = logits.max(-1)
-        wide = (logits.double() - best[:, None].double()) / temperature[:, None]
+        wide = (logits.double() - best[:, None].double()) / told.temperature[:, None]
         shares = torch.softmax(wide, -1)
-        drawn = instead = ops.choose_tokens(shares, own)
+        drawn = instead = ops.choose_tokens(shares, told.point)
         holds = drawn == tokens
         if has_shares and self._block is not None:
-            rest = ops.residual(shares, self._block[request.long(), place.long()])
-            instead = torch.where(is_sampled > 0, ops.choose_tokens(rest, other), drawn)
-            accepted = ops.accept_drafts(shares.gather(1, tokens[:, None])[:, 0], chance, coin)
-            holds = torch.where(is_sampled > 0, accepted, holds)
+            chances = shares.gather(1, tokens[:, None])[:, 0]
+            accepted = ops.accept_drafts(chances, told.chance, told.coin)
+            holds = torch.where(told.is_sampled > 0, accepted, holds)
+            rest = ops.residual(shares, self._block[told.request.long(), told.place.long()])
+            other = ops.choose_tokens(rest, told.other_point)
+            instead = torch.where(told.is_sampled > 0, other, drawn)
         outcomes = [best.isfinite().long(), likeliest, holds.long(), drawn, instead]
         return Outcomes(torch.stack(outcomes))
 
 
-def _told(one: Drawing) -> list[tuple[float, ...]]:
+def _told(one: Drawing) -> list[Told]:
     """What the rows of a request are drawn with; the last one has no draft."""
     config, begin = one.sampler.config, one.sampler.place
     if config.temperature == 0:
-        return [(1.0, *(0.0,) * (KINDS - 1))] * one.num_rows
-    rows: list[tuple[float, ...]] = []
+        return [Told()] * one.num_rows
+    rows = []
     for ahead, draft in enumerate([*one.drafts, None]):
-        own, coin, other = at_place(config.seed, begin + ahead)
-        if draft is None or not isinstance(draft.given, SharesRow):
-            token = 0 if draft is None else draft.token
-            rows.append((config.temperature, token, 1.0, 0.0, own, 0.0, 0.0, 0.0, 0.0))
-            continue
-        where = draft.given.request, draft.given.place
-        rows.append((config.temperature, draft.token, draft.chance, coin, own, other, *where, 1.0))
+        point, coin, other = at_place(config.seed, begin + ahead)
+        if draft is None:
+            rows.append(Told(config.temperature, point=point))
+        elif not isinstance(draft.given, SharesRow):
+            rows.append(Told(config.temperature, draft.token, point=point))
+        else:
+            drafted = draft.token, draft.chance
+            where = draft.given.request, draft.given.place
+            rows.append(Told(config.temperature, *drafted, coin, point, other, *where, 1.0))
     return rows
 
 

@@ -248,6 +248,7 @@ class Engine:
         """Capture steps as CUDA graphs now, and not when requests first need them.
 
         Steps of texts that are longer than most are left until they are met. Nobody may run.
+        Raises InputError where the device has no room for them.
         """
         if not self.is_idle:
             raise InputError("requests run; capture steps before the first one")
@@ -262,6 +263,12 @@ class Engine:
                     self.drafting.graphs.prepare()
                 if self.draws.graphs is not None:
                     self.draws.graphs.prepare()
+        except torch.OutOfMemoryError as error:
+            raise InputError(
+                f"steps of {self.store.cache.max_requests} requests find no room on {self.device} "
+                "beside the model and its cache; allow fewer requests or pages, or run without "
+                f"CUDA graphs ({error})"
+            ) from error
         finally:
             self.store.allocator.release([page])
 
