@@ -200,7 +200,7 @@ def training_row(tokens: int) -> Row:
         floor_bytes=tokens * (3 * STREAMS + 1 + 5 * STREAMS + 2) * DIM * 2,
         reference=train,
         variants={"CUDA C++": train_native},
-        peers=("tilekernels:engram_gate_train",),
+        peers=("tilekernels:engram_gate_backward",),
     )
 
 

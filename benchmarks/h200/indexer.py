@@ -228,7 +228,7 @@ def choice_row(tokens: int, entries: int, peer_us: float | None) -> Row:
         floor_bytes=tokens * (entries * 4 + TOP_K * 8),
         variants=variants,
         reference=None if tokens * entries > 1 << 26 else select_top_k,
-        peers=("sglang:deep_select", "sglang:topk_v2"),
+        peers=("sglang:deepselect", "sglang:top_k_v2"),
         goals=() if peer_us is None else (Goal("us", peer_us),),
     )
 
@@ -291,7 +291,7 @@ def prefill_row(tokens: int, entries: int, goal: float | None) -> Row:
         floor_flops=pairs * HEADS * DIM * 2,
         flop_rate="fp8",
         variants=variants,
-        peers=("deepgemm:logits_and_deep_select",),
+        peers=("sglang:logits_and_top_k",),
         goals=() if goal is None else (Goal("us", goal),),
     )
 

@@ -1,10 +1,12 @@
 """Peers in processes of their own: answers, reasons, time limits; archives and where they go."""
 
+import importlib
 import tarfile
 import zipfile
 
 import pytest
 
+from benchmarks.h200 import harness
 from benchmarks.h200.candidates import NotRunError
 from benchmarks.h200.peers import pack
 from benchmarks.h200.peers.process import PeerProcess
@@ -33,6 +35,16 @@ def test_a_peer_that_does_not_load_says_why_and_is_gone(tmp_path, name, limit, r
 def test_a_peer_without_a_gpu_is_not_run(tmp_path):
     with pytest.raises(NotRunError, match=r"flashmla_ops|CUDA|NVIDIA"):
         PeerProcess("flashmla:decode", {"T": 8}, tmp_path, 60)
+
+
+@pytest.mark.parametrize("module", harness.modules())
+def test_every_peer_of_a_row_has_a_case(module):
+    for row in harness.declared(module).rows():
+        for peer in row.peers:
+            name, _, case = peer.partition(":")
+            adapter = importlib.import_module(f"benchmarks.h200.peers.{name}")
+            known = harness.modules() if hasattr(adapter, "case") else adapter.CASES
+            assert case in known, f"{row.name}: {peer}"
 
 
 def test_an_archive_holds_what_is_kept_and_is_unpacked_once(tmp_path, monkeypatch):
