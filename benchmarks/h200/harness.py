@@ -23,7 +23,7 @@ from benchmarks.h200.candidates import INPUT_SETS, Candidate, NotRunError, prepa
 from benchmarks.h200.ceilings import Ceilings
 from benchmarks.h200.clock import Clock
 from benchmarks.h200.peers.pack import unpacked
-from benchmarks.h200.peers.process import PeerProcess
+from benchmarks.h200.peers.process import PeerProcess, Peers
 from benchmarks.h200.rows import AT_LEAST, Goal, Row
 from benchmarks.record import RESULTS, machine, record
 
@@ -120,27 +120,31 @@ def measure(
         rows = rows[int(options.after.partition("/")[2]) :]
     else:
         yield ceilings.line()
-    for row in rows:
-        yield measure_row(clock, ceilings, row, options)
-        gc.collect()
-        torch.cuda.empty_cache()
+    peers = Peers(options.peers, options.peer_limit if options.peers else 0)
+    try:
+        for row in rows:
+            yield measure_row(clock, ceilings, row, options, peers)
+            gc.collect()
+            torch.cuda.empty_cache()
+    finally:
+        peers.close()
 
 
 def measure_row(
-    clock: Clock, ceilings: Ceilings, row: Row, options: argparse.Namespace
+    clock: Clock, ceilings: Ceilings, row: Row, options: argparse.Namespace, peers: Peers
 ) -> dict[str, object]:
     """Check and time all candidates of a row."""
     found: Found = {}
-    peers: list[PeerProcess] = []
+    ready: list[PeerProcess] = []
     try:
         candidates = list(_prepared(clock, row, options, found))
-        peers = list(_peers(row, options, found))
-        _time(clock, [*candidates, *peers], options.seconds, found)
+        ready = list(_ready(row, peers, found))
+        _time(clock, [*candidates, *ready], options.seconds, found)
     except NotRunError as error:
         sys.stderr.write(f"{row.name}: {error}\n")
     finally:
-        for peer in peers:
-            peer.close()
+        for peer in ready:
+            peer.rest()
     return line_of(row, ceilings, found)
 
 
@@ -171,12 +175,10 @@ def _prepared(
             yield candidate
 
 
-def _peers(row: Row, options: argparse.Namespace, found: Found) -> Iterator[PeerProcess]:
+def _ready(row: Row, peers: Peers, found: Found) -> Iterator[PeerProcess]:
     for name in row.peers:
         try:
-            if options.peers is None:
-                raise NotRunError("no folder of peers was named")
-            peer = PeerProcess(name, row.shape, options.peers, options.peer_limit)
+            peer = peers.begin(name, row.shape)
         except NotRunError as error:
             found[f"peer {name}"] = {"not_run": str(error)}
         else:

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.h200 import harness
 from benchmarks.h200.ceilings import Ceilings
+from benchmarks.h200.peers.process import Peers
 from benchmarks.h200.rows import Goal, Row, relative_error, unequal
 
 CARD = Ceilings(4.0e12, 8.0e14, 1.6e15, 4.0)
@@ -64,10 +65,10 @@ def row(**changes):
     )
 
 
-def measured(**changes):
+def measured(clock=None, **changes):
     options = harness.parser("test").parse_args([])
-    options.peers = None
-    return harness.measure_row(CpuClock(), CARD, row(**changes), options)
+    peers = Peers(None, 5)
+    return harness.measure_row(clock or CpuClock(), CARD, row(**changes), options, peers)
 
 
 def test_a_right_row_is_timed_beside_its_reference():
@@ -112,9 +113,7 @@ def test_a_fault_while_timed_is_the_reason_and_ends_the_row():
         def sample(self, runs, count):
             raise RuntimeError("an illegal memory access was encountered")
 
-    options = harness.parser("test").parse_args([])
-    options.peers = None
-    line = harness.measure_row(Faulty(), CARD, row(), options)
+    line = measured(Faulty())
     assert "illegal memory access" in line["status"]
     assert line["ours_us"] is None
 
@@ -137,10 +136,8 @@ def test_inputs_live_as_long_as_their_replays():
             assert all(reference() is not None for reference in inputs)
             return super().sample(runs, count)
 
-    options = harness.parser("test").parse_args([])
-    options.peers = None
-    always = row(make=make, error=lambda given, out: 0.0)
-    assert harness.measure_row(Watching(), CARD, always, options)["status"] == "run"
+    line = measured(Watching(), make=make, error=lambda given, out: 0.0)
+    assert line["status"] == "run"
     assert len(inputs) == 2
 
 

@@ -3,38 +3,68 @@
 import importlib
 import tarfile
 import zipfile
+from functools import partial
 
 import pytest
 
 from benchmarks.h200 import harness
 from benchmarks.h200.candidates import NotRunError
-from benchmarks.h200.peers import pack
-from benchmarks.h200.peers.process import PeerProcess
+from benchmarks.h200.peers import pack, process
 
 FAKE = "tests.benchmarks.fake_child"
 
 
-def test_a_peer_answers_like_a_candidate(tmp_path):
-    peer = PeerProcess("fine", {"T": 8}, tmp_path, 30, FAKE)
-    assert (peer.name, peer.what, peer.mode, peer.error) == ("peer fine", "T=8", "graph", 0.0)
+@pytest.fixture
+def peers(tmp_path, monkeypatch):
+    """Fakes; a case may take 3 seconds to begin."""
+    monkeypatch.setattr(process, "PeerProcess", partial(process.PeerProcess, module=FAKE))
+    found = process.Peers(tmp_path, 3)
+    yield found
+    found.close()
+
+
+def test_a_peer_answers_like_a_candidate(peers):
+    peer = peers.begin("fine", {"T": 8})
+    assert (peer.name, peer.mode, peer.error) == ("peer fine", "graph", 0.0)
+    assert peer.what.startswith("T=8")
     assert peer.count(None, 0.4) == 3
     assert peer.sample(None, 2) == [7.5, 7.5]
-    peer.close()
+    peers.close()
     assert peer._process.returncode == 0
 
 
+def test_a_process_stays_for_the_rows_of_a_module(peers):
+    said = []
+    for tokens in (8, 64):
+        peer = peers.begin("fine", {"T": tokens})
+        assert peer.sample(None, 1) == [7.5]
+        peer.rest()
+        said.append(peer.what.split(", "))
+    assert [shape for shape, _ in said] == ["T=8", "T=64"]
+    assert len({number for _, number in said}) == 1
+
+
 @pytest.mark.parametrize(
-    ("name", "limit", "reason"),
-    [("none", 30, "no wheel"), ("dead", 30, "code 3"), ("slow", 3, "within 3 s")],
+    ("name", "reason"), [("none", "no wheel"), ("dead", "code 3"), ("slow", "within 3 s")]
 )
-def test_a_peer_that_does_not_load_says_why_and_is_gone(tmp_path, name, limit, reason):
+def test_a_peer_that_does_not_load_says_why(peers, name, reason):
     with pytest.raises(NotRunError, match=reason):
-        PeerProcess(name, {"T": 8}, tmp_path, limit, FAKE)
+        peers.begin(name, {"T": 8})
+
+
+def test_a_peer_that_failed_starts_anew(peers):
+    with pytest.raises(NotRunError, match="within 3 s"):
+        peers.begin("slow once", {"T": 8})
+    assert peers.begin("slow once", {"T": 64}).what.startswith("T=64")
 
 
 def test_a_peer_without_a_gpu_is_not_run(tmp_path):
+    peers = process.Peers(tmp_path, 60)
     with pytest.raises(NotRunError, match=r"flashmla_ops|CUDA|NVIDIA"):
-        PeerProcess("flashmla:decode", {"T": 8}, tmp_path, 60)
+        peers.begin("flashmla:decode", {"T": 8})
+    peers.close()
+    with pytest.raises(NotRunError, match="no folder"):
+        process.Peers(None, 60).begin("flashmla:decode", {"T": 8})
 
 
 @pytest.mark.parametrize("module", harness.modules())

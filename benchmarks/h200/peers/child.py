@@ -1,8 +1,9 @@
-"""The process of one peer: ``python -m benchmarks.h200.peers.child NAME:CASE FD``.
+"""The process of one peer: ``python -m benchmarks.h200.peers.child NAME:CASE FD FOLDER``.
 
 Reads requests from its standard input and answers on the descriptor, one JSON line each.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -78,23 +79,36 @@ class Child:
         return {"samples": self.clock.sample([self.run], request["sample"])}
 
 
+def freed() -> None:
+    """Give back the memory of a case that nobody holds any more."""
+    import torch  # noqa: PLC0415 -- after the environment
+
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def main() -> None:
-    """Answer until the input ends."""
-    name, descriptor = sys.argv[1], int(sys.argv[2])
+    """Answer until the input ends, or something fails."""
+    name, descriptor, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    prepare_environment(folder)
+    child: Child | None = None
     with os.fdopen(descriptor, "w") as out:
 
         def tell(answer: dict[str, Any]) -> None:
             out.write(json.dumps(answer) + "\n")
             out.flush()
 
-        request = json.loads(sys.stdin.readline())
-        folder = Path(request["folder"])
         try:
-            prepare_environment(folder)
-            child = Child(name, request["shape"], folder)
-            tell({"error": child.error, "mode": child.mode, "what": child.case.what})
             for line in sys.stdin:
-                tell(child.answer(json.loads(line)))
+                request = json.loads(line)
+                if "shape" in request:
+                    child = Child(name, request["shape"], folder)
+                    tell({"error": child.error, "mode": child.mode, "what": child.case.what})
+                elif "rest" in request:
+                    child = None
+                    freed()
+                elif child is not None:
+                    tell(child.answer(request))
         except Exception as error:
             traceback.print_exc()
             tell({"not_run": f"{type(error).__name__}: {error}"[-500:]})

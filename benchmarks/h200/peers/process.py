@@ -1,6 +1,7 @@
 """A peer in its own process: loads, checks itself, then takes samples when it is told to.
 
-The child writes one JSON line when it is ready and one for every request, on a pipe of its own;
+A process stays for the rows of a module; one that failed ends, and the next row starts another. The
+child writes one JSON line when it is ready and one for every request, on a pipe of its own;
 what it prints itself goes to a log beside the peers.
 """
 
@@ -21,23 +22,23 @@ ANSWER_SECONDS = 60.0
 
 
 class PeerProcess:
-    """Looks to the harness like a candidate of this process."""
+    """Looks to the harness like a candidate of this process, from ``begin`` to ``rest``."""
+
+    error, mode, what = 0.0, "", ""  # of the case that has begun
 
     def __init__(
-        self,
-        name: str,
-        shape: Mapping[str, Any],
-        folder: Path,
-        limit: float,
-        module: str = "benchmarks.h200.peers.child",
+        self, name: str, folder: Path, limit: float, module: str = "benchmarks.h200.peers.child"
     ) -> None:
+        """A case may take ``limit`` seconds to begin."""
         self.name = f"peer {name}"
+        self.is_lost = False
+        self._limit = limit
         self._end, child_end = os.pipe()
         self._rest = b""
         log = folder / f"{name.replace(':', '_')}.log"
         with log.open("ab") as out:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, name, str(child_end)],
+                [sys.executable, "-m", module, name, str(child_end), str(folder.resolve())],
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=out,
@@ -45,13 +46,16 @@ class PeerProcess:
                 cwd=REPOSITORY,
             )
         os.close(child_end)
-        self._send({"shape": dict(shape), "folder": str(folder.resolve())})
-        try:
-            ready = self._answer(limit)
-        except NotRunError:
-            self.close()
-            raise
+
+    def begin(self, shape: Mapping[str, Any]) -> None:
+        """Make and check the case of a shape. Raises NotRunError, and is lost then."""
+        self._send({"shape": dict(shape)})
+        ready = self._answer(self._limit)
         self.error, self.mode, self.what = ready["error"], ready["mode"], ready["what"]
+
+    def rest(self) -> None:
+        """Free what the case held."""
+        self._send({"rest": True})
 
     def count(self, clock: object, seconds: float) -> int:
         """Samples of one turn."""
@@ -83,6 +87,14 @@ class PeerProcess:
             pass  # the answer says so
 
     def _answer(self, seconds: float) -> dict[str, Any]:
+        """The next answer; whoever does not give one is lost."""
+        try:
+            return self._next_answer(seconds)
+        except NotRunError:
+            self.is_lost = True
+            raise
+
+    def _next_answer(self, seconds: float) -> dict[str, Any]:
         until = time.monotonic() + seconds
         while b"\n" not in self._rest:
             ready, _, _ = select.select([self._end], [], [], max(0.0, until - time.monotonic()))
@@ -97,3 +109,27 @@ class PeerProcess:
         if "not_run" in answer:
             raise NotRunError(answer["not_run"])
         return answer
+
+
+class Peers:
+    """The processes of a module's peers."""
+
+    def __init__(self, folder: Path | None, limit: float) -> None:
+        self._folder, self._limit = folder, limit
+        self._running: dict[str, PeerProcess] = {}
+
+    def begin(self, name: str, shape: Mapping[str, Any]) -> PeerProcess:
+        """A peer whose case of this shape is ready to be timed. Raises NotRunError."""
+        if self._folder is None:
+            raise NotRunError("no folder of peers was named")
+        if name in self._running and self._running[name].is_lost:
+            self._running.pop(name).close()
+        if name not in self._running:
+            self._running[name] = PeerProcess(name, self._folder, self._limit)
+        self._running[name].begin(shape)
+        return self._running[name]
+
+    def close(self) -> None:
+        """End all processes."""
+        while self._running:
+            self._running.popitem()[1].close()
