@@ -176,6 +176,13 @@ class ForwardContext:
             self._ropes[key] = ops.rope_table(of, self._frequencies[is_compressed])
         return self._ropes[key]
 
+    def head_rows(
+        self, ratio: int, heads: int
+    ) -> tuple[Complex[Tensor, "rows pairs"], Int[Tensor, " rows"]]:
+        """Rotation of each head of each token, and the numbers of these rows."""
+        rope = self.rope(ratio)[:, None].expand(-1, heads, -1).flatten(0, 1)
+        return rope, torch.arange(len(rope), device=rope.device)
+
     def inverse_rope(self, ratio: int) -> Complex[Tensor, "T pairs"]:
         """What undoes the rotation of each token."""
         key = ("inverse", ratio > 0)

@@ -53,8 +53,7 @@ class Compressor(nn.Module):
         return normed
 
     def _pool(self, x: Float[Tensor, "T D"], ctx: ForwardContext) -> Float[Tensor, "M C"]:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        projected = torch.cat([self.wkv(wide), self.wgate(wide)], dim=-1)  # [T, 2C]
+        projected = torch.cat([self.wkv.wide(x), self.wgate.wide(x)], dim=-1)  # [T, 2C]
         rows = ctx.with_pending(Slot("pending", self.plan.layer), projected)
         members = rows[ctx.entries(self.plan.ratio).member_rows]  # [M, ratio, 2C]
         kv, gate = members.chunk(2, dim=-1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Complex, Float, Int, Shaped
 from torch import Tensor
 
 from openv41 import ops
@@ -89,25 +89,45 @@ class DecodeContext(ForwardContext):
         self._in_rings: dict[tuple[int, int], Tensor] = {}  # by reach and size
         self._own: dict[int, Tensor] = {}  # by size
         self._newest: dict[int, Tensor] = {}  # by entries of a page
+        self._heads: dict[tuple[bool, int], tuple[Tensor, Tensor]] = {}  # with main KV, and heads
 
     def entries(self, ratio: int) -> Entries:
         """As many entries of each request as its row of the table has places for."""
         if ratio not in self._entries:
             num, width = len(self._numbers), self._width(ratio)
-            positions = self.batch.positions
-            members = num * torch.arange(2 - ratio, 2, device=positions.device)
-            last = self._numbers + self._is_continued * (positions % ratio == 0) * (ratio > 1)
+            positions, is_whole = self.batch.positions, ratio == 1
             self._entries[ratio] = Entries(
                 ratio=ratio,
                 spans=Spans(self.batch.requests, (0,) * num, (width,) * num),
                 stored=(width,) * num,
                 totals=(width,) * num,
-                visible=(positions + 1) // ratio,
+                visible=positions + 1 if is_whole else (positions + 1) // ratio,
                 first_rows=self._numbers * width,
-                new_positions=positions // ratio * ratio,
-                member_rows=last[:, None] + members,
+                new_positions=positions if is_whole else positions // ratio * ratio,
+                member_rows=self._members(ratio),
             )
         return self._entries[ratio]
+
+    def _members(self, ratio: int) -> Int[Tensor, "T ratio"]:
+        """Rows of [pending rows, rows] that make each token's entry."""
+        num, positions = len(self._numbers), self.batch.positions
+        if ratio == 1:
+            return self._numbers[:, None] + num
+        last = self._numbers + self._is_continued * (positions % ratio == 0)
+        return last[:, None] + num * torch.arange(2 - ratio, 2, device=positions.device)
+
+    def rope(self, ratio: int, *, of_entries: bool = False) -> Complex[Tensor, "T pairs"]:
+        """As of any forward; the entry of one token stands where the token does."""
+        return super().rope(ratio, of_entries=of_entries and ratio > 1)
+
+    def head_rows(
+        self, ratio: int, heads: int
+    ) -> tuple[Complex[Tensor, "rows pairs"], Int[Tensor, " rows"]]:
+        """The same for all layers."""
+        key = ratio > 0, heads
+        if key not in self._heads:
+            self._heads[key] = super().head_rows(ratio, heads)
+        return self._heads[key]
 
     @cached_property
     def _is_continued(self) -> Bool[Tensor, " T"]:
@@ -127,10 +147,10 @@ class DecodeContext(ForwardContext):
     def window(self, slot: Slot, latents: Latents) -> tuple[Shaped[Tensor, "S columns"], ops.Keys]:
         """Write a row per token; return the whole ring and what each token sees of it."""
         ring, reach = self._state.rings[slot], self._attention.window_size
+        rows = self._ring_rows(reach, ring.size)
         self.write_window(slot, latents)
         key = (ring.size,), None
         if key not in self._windows:
-            rows = self._ring_rows(reach, ring.size)
             self._windows[key] = ops.plan_keys(rows, deterministic=self.deterministic)
         return ring.rows, self._windows[key]
 
@@ -147,23 +167,24 @@ class DecodeContext(ForwardContext):
     def look_back(self, slot: Slot, new: Tensor, reach: int) -> Int[Tensor, "T reach"]:
         """Write a number per token; return those of the last ``reach`` positions, or -1."""
         ring = self._state.rings[slot]
-        ring.rows[self._own_rows(ring.size)] = new
         rows = self._ring_rows(reach, ring.size).flip(1)  # newest first
+        ring.rows[self._own_rows(ring.size)] = new
         return torch.where(rows < 0, -1, ring.rows[rows])
 
     def with_pending(self, slot: Slot, new: Float[Tensor, "T C"]) -> Float[Tensor, "rows C"]:
         """Put the projections of the positions before in front of the new ones."""
         ring = self._state.rings[slot]
+        rows = self._ring_rows(2, ring.size)[:, 0]
         ring.rows[self._own_rows(ring.size)] = new.to(ring.rows.dtype)
-        pending = ring.rows[self._ring_rows(2, ring.size)[:, 0]].to(new.dtype)
+        pending = ring.rows[rows].to(new.dtype)
         return torch.cat([pending, new])
 
     def publish_entries(self, slot: Slot, ratio: int, latents: Latents) -> None:
         """Write the entry of each token's group."""
         pages = self._state.pages[slot]
         if pages.size not in self._newest:
-            newest = (self.batch.positions // ratio)[:, None]
-            self._newest[pages.size] = self._addresses(newest, pages.size)[:, 0]
+            newest = self.batch.positions if ratio == 1 else self.batch.positions // ratio
+            self._newest[pages.size] = self._addresses(newest[:, None], pages.size)[:, 0]
         self._write(pages, self._newest[pages.size], latents)
 
     def packed_rows(self, slot: Slot) -> PackedRows | None:
@@ -191,7 +212,7 @@ class DecodeContext(ForwardContext):
     def publish_selection(self, source: int, main: Slot, ratio: int, selected: Tensor) -> None:
         """Share where the chosen entries lie."""
         pages = self._state.pages[main]
-        rows = torch.where(selected < 0, -1, self._addresses(selected.clamp(min=0), pages.size))
+        rows = self._addresses(selected, pages.size)
         self.selections[source] = Selection(pages.rows, rows, self.deterministic, rows.numel())
 
     def _width(self, ratio: int) -> int:
@@ -205,6 +226,7 @@ class DecodeContext(ForwardContext):
             positions = self.batch.positions[:, None] + steps
             rows = self._state.places[:, None] * size + positions % size
             self._in_rings[reach, size] = torch.where(positions < 0, -1, rows)
+            self._own.setdefault(size, rows[:, -1].contiguous())
         return self._in_rings[reach, size]
 
     def _own_rows(self, size: int) -> Int[Tensor, " T"]:
@@ -213,10 +235,32 @@ class DecodeContext(ForwardContext):
             self._own[size] = self._state.places * size + self.batch.positions % size
         return self._own[size]
 
+    def pool_entries(self, places: Int[Tensor, "T K"], size: int) -> Int[Tensor, "T K"]:
+        """Entries of places among each token's candidates; -1 stays."""
+        return self._looked_up(self._pools, places, size)
+
+    @cached_property
+    def _pools(self) -> Int[Tensor, "T blocks"]:
+        assert self.candidates is not None, "no pool was published"
+        return torch.nn.functional.pad(self.candidates, (0, 1), value=-1)
+
+    @cached_property
+    def _table(self) -> Int[Tensor, "R pages"]:
+        return torch.nn.functional.pad(self._state.table, (0, 1), value=-1)
+
     def _addresses(self, entries: Int[Tensor, "T n"], size: int) -> Int[Tensor, "T n"]:
-        """Rows of entries in pages of ``size``."""
-        pages = self._state.table.gather(1, entries // size)
-        return pages * size + entries % size
+        """Rows of entries in pages of ``size``; -1 stays."""
+        return self._looked_up(self._table, entries, size)
+
+    def _looked_up(
+        self, parts: Int[Tensor, "T parts"], numbers: Int[Tensor, "T n"], size: int
+    ) -> Int[Tensor, "T n"]:
+        """``part * size + within`` of numbers that are in parts of ``size``.
+
+        -1 is the last number of part -1, whose -1 is the last column: it stays without a mask.
+        """
+        found = parts[self._numbers[:, None], numbers // size]
+        return torch.add(numbers % size, found, alpha=size)
 
     def _write(self, stored: StoredRows, rows: Int[Tensor, " T"], latents: Latents) -> None:
         if stored.form is None:

@@ -13,6 +13,7 @@ from openv41.layers.factory import Factory
 from openv41.layers.islands import Float32Islands, island
 from openv41.layers.quantized_linear import QuantizedLinear, QuantizedWeight
 from openv41.layers.rounding import round_expert_weight
+from openv41.ops._dispatch import wants_gradient
 from openv41.ops.precision import cast, widened
 
 FEW_PAIRS = 4096  # of tokens and experts, that one kernel sorts
@@ -172,6 +173,8 @@ class MixtureOfExperts(nn.Module):
         """Route every token, run its experts, add the shared expert in float32, round once."""
         expert_ids, weights = self._route(x, ctx)
         routed, shared = self.experts(x, expert_ids, weights), self.shared(x)
+        if x.is_cuda and not wants_gradient(routed, shared):  # the sum is rounded as it is stored
+            return torch.add(routed, shared, out=torch.empty_like(x))
         out: Tensor = routed + shared
         return out.to(x.dtype)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from openv41 import ops
 from openv41.config import ModelConfig, NumericsConfig
 from openv41.layers.context import ForwardContext
+from openv41.layers.decode_context import DecodeContext
 from openv41.layers.factory import Factory
 from openv41.layers.geometry import Segment
 from openv41.layers.latents import Latents
@@ -82,9 +83,11 @@ class HierarchicalIndexer(nn.Module):
         The choice has no gradient: ``selected_scores`` is what the indexer learns from.
         """
         q, weights = self._projected(x, q_latent)
+        packed = self._packed_keys(q, ctx)
+        if packed is not None and isinstance(ctx, DecodeContext):
+            return self._select_at_once(packed, q, weights, ctx)
         found = self._empty(x, ctx)
         from_pool = self.plan.uses_candidates and ctx.candidates is not None
-        packed = self._packed_keys(q, ctx, found)
         if packed is None:
             q = self._rounded(q, ctx)
         apart = from_pool and (ctx.has_fixed_sizes or lists_candidates(q, self.numerics))
@@ -159,9 +162,8 @@ class HierarchicalIndexer(nn.Module):
     def _packed(self, q: Tensor, ctx: ForwardContext) -> UInt8[Tensor, "T I row"]:
         """Rotate, round and pack the queries, as keys are on their way into a cache."""
         rows, (tokens, heads, width) = q.flatten(0, 1), q.shape
-        rope = ctx.rope(self.plan.ratio)[:, None].expand(-1, heads, -1).flatten(0, 1)
+        rope, every = ctx.head_rows(self.plan.ratio, heads)
         packed = q.new_empty(len(rows), packed_width(width), dtype=torch.uint8)
-        every = torch.arange(len(rows), device=q.device)
         ops.write_latents(packed, every, rows, None, 1.0, rope, "mxfp4")
         return packed.view(tokens, heads, -1)
 
@@ -222,9 +224,9 @@ class HierarchicalIndexer(nn.Module):
         width = min(top.shape[1], found.selected.shape[1])  # behind it are only -1
         found.selected[rows.flatten(), :width] = top[:, :width]
 
-    def _packed_keys(self, q: Tensor, ctx: ForwardContext, found: _Found) -> PackedRows | None:
+    def _packed_keys(self, q: Tensor, ctx: ForwardContext) -> PackedRows | None:
         """The store's own rows, where scores come from them and nobody asks for all scores."""
-        if found.scores is not None or not reads_packed_rows(q, self.numerics):
+        if ctx.is_wanted(self._name("index_scores")) or not reads_packed_rows(q, self.numerics):
             return None
         return ctx.packed_rows(self._keys)
 
@@ -238,9 +240,7 @@ class HierarchicalIndexer(nn.Module):
         pools = ctx.candidates if self.plan.uses_candidates else None
         for segment in ctx.segments(self.plan.ratio):
             rows, num = segment.token_rows, segment.entry_rows.shape[1]
-            whole = ctx.has_fixed_sizes  # then rows are all tokens, in order, and need no copy
-            flat = slice(None) if whole else rows.flatten()
-            table = keys.table
+            flat, table = rows.flatten(), keys.table
             if segment.requests != every:
                 table = table[torch.tensor(segment.requests, device=table.device)]
             if pools is None and len(rows) == 1 and rows.shape[1] >= MANY_TOKENS:
@@ -249,7 +249,7 @@ class HierarchicalIndexer(nn.Module):
                 top, pool = ops.packed_index_choice(*given, *where, blocks, size)
             else:
                 each = q, weights, visible, visible if pools is None else pools
-                parts = [x[:, None] if whole else x[rows] for x in each]
+                parts = [x[rows] for x in each]
                 given = parts[0], parts[1], keys.stored, table, parts[2]
                 own = None if pools is None else parts[3]
                 scores = ops.packed_index_scores(*given, keys.per_page, num, own, size)
@@ -264,6 +264,24 @@ class HierarchicalIndexer(nn.Module):
             found.selected[flat, :width] = top[:, :width]
             if blocks:
                 found.pool[flat, : pool.shape[1]] = pool
+
+    def _select_at_once(
+        self, keys: PackedRows, q: Tensor, weights: Tensor, ctx: DecodeContext
+    ) -> Int[Tensor, "T K"]:
+        """Choose for all tokens of a step from packed keys; sizes are those of the table."""
+        entries, size = ctx.entries(self.plan.ratio), self.indexer.block_size
+        pools = ctx.candidates if self.plan.uses_candidates else None
+        own = None if pools is None else pools[:, None]
+        q, visible = self._packed(q, ctx)[:, None], entries.visible[:, None]
+        given = q, weights[:, None], keys.stored, keys.table, visible
+        where = keys.per_page, entries.totals[0], own, size
+        scores = ops.packed_index_scores(*given, *where)[:, 0]
+        self._count(scores.numel(), ctx)
+        top = ops.select_top_k(scores, None, self.indexer.top_k)
+        if self.plan.publishes_candidates:
+            most = self.indexer.candidate_blocks
+            ctx.candidates = ops.choose_candidates(scores, entries.visible, most, size)
+        return top if pools is None else ctx.pool_entries(top, size)
 
     def _within(self, like: Tensor) -> Int[Tensor, " size"]:
         return torch.arange(self.indexer.block_size, device=like.device)

@@ -11,6 +11,7 @@ from openv41.config import ModelConfig, NumericsConfig
 from openv41.layers.factory import Factory
 from openv41.layers.islands import Float32Islands, island
 from openv41.layers.quantized_linear import QuantizedLinear, RMSNorm
+from openv41.ops._dispatch import wants_gradient
 from openv41.ops.precision import cast
 
 
@@ -61,7 +62,7 @@ class LatentAttention(Float32Islands):
         inputs = out.flatten(1).unflatten(1, (groups, -1))  # [T, G, H/G*C]
         weight = cast(self.wo_a.value(out.dtype), out.dtype).unflatten(0, (groups, -1))
         if (len(out) == 1 or out.is_cuda) and not self.numerics.deterministic:  # one call for all
-            grouped = torch.bmm(inputs.transpose(0, 1), weight.mT).transpose(0, 1).flatten(1)
+            grouped = _products_of_groups(inputs, weight).flatten(1)
         else:
             parts = [
                 ops.linear(inputs[:, g], weight[g], deterministic=self.numerics.deterministic)
@@ -70,3 +71,15 @@ class LatentAttention(Float32Islands):
             grouped = torch.cat(parts, dim=-1)
         projected: Tensor = self.wo_b(grouped)
         return projected
+
+
+def _products_of_groups(
+    inputs: Float[Tensor, "T G C"], weight: Float[Tensor, "G F C"]
+) -> Float[Tensor, "T G F"]:
+    """One product for each group; on a GPU they are written where they belong."""
+    each = inputs.transpose(0, 1), weight.mT
+    if not inputs.is_cuda or wants_gradient(inputs, weight):
+        return torch.bmm(*each).transpose(0, 1)
+    out = inputs.new_empty(*inputs.shape[:2], weight.shape[1])
+    torch.bmm(*each, out=out.transpose(0, 1))
+    return out

@@ -122,11 +122,18 @@ class Linear(nn.Module):
         self.update: nn.Module | None = None  # likewise
         self.numerics = numerics
 
+    def value(self) -> Float[Tensor, "outputs inputs"]:
+        """The weight with its update."""
+        return self.weight if self.update is None else self.weight + self.update()
+
     def forward(self, x: Float[Tensor, "... inputs"]) -> Float[Tensor, "... outputs"]:
         """Multiply in the dtype of ``x``."""
-        weight = self.weight if self.update is None else self.weight + self.update()
         deterministic = self.numerics.deterministic
-        return ops.linear(x, weight, self.bias, deterministic=deterministic)
+        return ops.linear(x, self.value(), self.bias, deterministic=deterministic)
+
+    def wide(self, x: Float[Tensor, "T inputs"]) -> Float[Tensor, "T outputs"]:
+        """Multiply in at least float32, without the bias."""
+        return ops.wide_linear(x, self.value(), deterministic=self.numerics.deterministic)
 
 
 class RMSNorm(nn.Module):
