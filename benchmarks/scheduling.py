@@ -24,8 +24,8 @@ def measure() -> Iterator[dict[str, object]]:
     """Yield microseconds of a whole step of the speculator: plan, lengths, what came of it."""
     for count in REQUESTS:
         speculator = ConfidenceSpeculator(COSTS, num_drafts=DRAFTS)
-        generator, requests, limits = np.random.default_rng(0), range(count), [DRAFTS] * count
-        seconds = []
+        generator, requests = np.random.default_rng(0), list(range(count))
+        limits, seconds = [DRAFTS] * count, []
         for _ in range(SAMPLES):
             logits = generator.normal(1.0, 1.0, (count, DRAFTS))
             start = time.thread_time()
