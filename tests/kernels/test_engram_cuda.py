@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from openv41.ops import engram, engram_cuda
+from openv41.ops import engram, engram_cuda, kernels
 from openv41.ops.cuda_library import FOLDER
 from tests.close import assert_close
 from tests.kernels.on_cpu import compiled
@@ -114,9 +114,13 @@ def test_source_on_the_cpu(library, monkeypatch, tokens, dim, blocks, weights): 
 
 
 def test_a_wrong_source_is_found_out(library, monkeypatch):
-    """As on a GPU before its first use; here what it writes is changed behind it."""
+    """As on a GPU before its first use; here what it writes is changed behind it.
+
+    What it is compared with runs where kernels are required, too, and they have no gradients.
+    """
     on_the_cpu(monkeypatch)
-    assert engram_cuda._is_right(library, "cpu", ((256, 2),))
+    with kernels("required"):
+        assert engram_cuda._is_right(library, "cpu", ((256, 2),))
     forward = engram_cuda._forward
     monkeypatch.setattr(engram_cuda, "_forward", lambda *given: forward(*given) * 1.02)
     assert not engram_cuda._is_right(library, "cpu", ((256, 2),))

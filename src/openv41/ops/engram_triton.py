@@ -22,6 +22,7 @@ from openv41.ops.engram import DEAD
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 8192  # channels that a program holds
+MANY = 4096  # tokens from which half the warps of a program of the update are faster
 SPLITS = 32  # parts of the tokens whose weights' gradients are summed at the end
 NO_ID: tl.constexpr = tl.constexpr(DEAD)
 LEAST_DOT: tl.constexpr = tl.constexpr(1e-6)
@@ -421,7 +422,7 @@ def forward(
             ADDS=adds,
             TOKENS=group,
             WIDTH=width,
-            num_warps=warps or _warps(width),
+            num_warps=warps or max(1, _warps(width) // (2 if adds and tokens >= MANY else 1)),
         )
     return out, gates
 
