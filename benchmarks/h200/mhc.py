@@ -1,7 +1,10 @@
 """What happens to the streams between two blocks, forward and with its gradients."""
 
+import ctypes
 import math
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,9 +12,11 @@ from torch import Tensor
 
 from benchmarks.h200.harness import main
 from benchmarks.h200.rows import Goal, Inputs, Row, relative_error, tensors_of
-from openv41.ops import mega_mhc, mix_streams, predict_mix, rms_norm, update_streams
+from openv41.ops import mega_mhc, mhc_cuda, mix_streams, predict_mix, rms_norm, update_streams
+from openv41.ops.cuda_library import load
 
 DIM, STREAMS = 5120, 4
+BOXES = Path(__file__).parent / "candidate_sources" / "mhc_boxes.cu"
 CONSTANTS = {"steps": 20, "eps": 1e-6, "norm_eps": 1e-20}
 TRIED = {
     "mega_mhc T=8192 d=5120 n=4": (
@@ -27,8 +32,9 @@ TRIED = {
         "of rows prefetched to L2 by bulk copies of 640 B 356, line by line 267, whole rows by "
         "bulk copies two tiles ahead 268, three ahead 260 (none 264); L2 sectors by 64 or 256 B "
         "instead of 128 278, 270. DRAM moves 0.99 of the floor's bytes and is busy 65% of the "
-        "time. A lane's 16 bytes of 8 rows ask L2 for halves of lines. Next: whole lines for each "
-        "row, with a tensor map or by two warps together, in both directions."
+        "time. A lane's 16 bytes of 8 rows ask L2 for halves of lines. The candidate, right on a "
+        "CPU, thread by thread, but not run on a GPU yet, moves whole lines both ways as boxes of "
+        "tensor maps, two warps together, with half of the weights in registers to make room."
     ),
     "mega_mhc T=1 d=5120 n=4": (
         "Triton 20.2 us; CUDA C++ with a counter 26.5 us; a cluster that also went through many "
@@ -131,6 +137,34 @@ def plain_row(tokens: int) -> Row:
     )
 
 
+def in_boxes(ahead: int, **given: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
+    """The candidate for many tokens; ``ahead`` as in its source, 0 for none."""
+    library = load(str(BOXES))
+    assert library is not None, "the candidate needs a compiler of CUDA, and Hopper"
+    x = given["x"]
+    tokens, num, dim = x.shape
+    new, h = torch.empty_like(x), torch.empty_like(given["y"])
+    a, b, c, mixes, inverse = (
+        torch.empty(tokens, *rest, device=x.device)
+        for rest in ((num,), (num, num), (num,), (32,), (2,))
+    )
+    cut = mhc_cuda.groups()
+    shares = mhc_cuda._shares(cut, -(-tokens // mhc_cuda.TILE), x.device)
+    pointers = *(given[name] for name in NAMES), new, h, a, b, c, mixes, inverse, *shares
+    is_bf16 = int(given["norm"].dtype == torch.bfloat16)
+    strides = *x.stride()[:2], given["y"].stride(0)
+    sizes = *strides, tokens, dim, given["steps"], is_bf16, *cut, ahead
+    error = library.openv41_mega_mhc_boxes(
+        mhc_cuda._addresses(*pointers),
+        (ctypes.c_longlong * len(sizes))(*sizes),
+        ctypes.c_float(given["eps"]),
+        ctypes.c_float(given["norm_eps"]),
+        ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream),
+    )
+    assert error == 0, f"the launch of the candidate failed: CUDA error {error}"
+    return new, h, a, b, c
+
+
 def bytes_of(tokens: int, rows: int) -> int:
     """``rows`` rows of bf16 per token; the coefficients, and the weights once."""
     size = STREAMS * (STREAMS + 2)
@@ -142,7 +176,11 @@ def forward_row(tokens: int) -> Row:
     goals = [Goal("over_empty_us", 5.0), Goal("peer_ratio", 2.5)]
     if tokens >= 8192:
         goals = [Goal("over_floor", 1.25), Goal("peer_ratio", 1.3, "best_mix")]
-    split = {"separate kernels": separately} if tokens >= 8192 else {}
+    candidates = {
+        "candidate: boxes": partial(in_boxes, 3),
+        "candidate: boxes, no rows ahead": partial(in_boxes, 0),
+    }
+    split = {"separate kernels": separately} | candidates if tokens >= 8192 else {}
     return Row(
         op="mega_mhc",
         shape={"T": tokens, "d": DIM, "n": STREAMS},

@@ -34,8 +34,8 @@ template <class T> void __stcg(T *p, T v) { *p = v; }
 inline float __uint_as_float(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
 inline uint32_t as_uint(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
 struct Block {
-  explicit Block(int n) : all(n) { for (int i = 0; i < n / 32; ++i) warps.push_back(std::make_unique<std::barrier<>>(32)); slots.resize(n); }
-  std::barrier<> all; std::vector<std::unique_ptr<std::barrier<>>> warps;
+  explicit Block(int n) : all(n) { for (int i = 0; i < n / 32; ++i) warps.push_back(std::make_unique<std::barrier<>>(32)), pairs.push_back(std::make_unique<std::barrier<>>(64)); slots.resize(n); }
+  std::barrier<> all; std::vector<std::unique_ptr<std::barrier<>>> warps, pairs;
   struct Slot { uint32_t v[16]; }; std::vector<Slot> slots;
 };
 inline thread_local Block *block; alignas(16) inline char emulated_memory[1 << 20];

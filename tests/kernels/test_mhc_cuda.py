@@ -4,17 +4,19 @@ import ctypes
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from benchmarks.h200 import mhc as timed
 from openv41 import ops
 from openv41.ops import mhc_cuda
 from openv41.ops.cuda_library import FOLDER
 from tests.close import assert_close
 from tests.kernels.on_cpu import compiled
 
-SHIM = Path(__file__).with_name("cuda_on_cpu.h")
+SHIM, MAPS = map(Path(__file__).with_name, ("cuda_on_cpu.h", "tensor_maps_on_cpu.h"))
 LAUNCHES = (
     """
 template <bool kHasY, bool kHasG>
@@ -44,11 +46,23 @@ cudaError_t launch(const Args &args, const Shares &shares, cudaStream_t stream) 
   return 0;
 }
 """,
+    """
+template <bool kHasY>
+cudaError_t launch_on(const Args &args, const Shares &shares, const Maps &maps,
+                      cudaStream_t stream) {
+  gridDim = {unsigned(shares.slices * shares.groups), 1, 1};
+  const int warps = args.dim / (shares.slices * 32);
+  run_grid(warps * 32 + 64, bytes_of(warps), [&] { boundary<kHasY>(args, shares, maps); });
+  return 0;
+}
+""",
 )
 
 
 def for_the_cpu(source):
     """Put the shim's pairs and products in the place of PTX, and threads in that of a launch."""
+    source = source.replace('#include "tensor_maps.cuh"', f'#include "{MAPS}"')
+    source = source.replace("__align__(1024) ", "")
     for name in ("mhc_boundary.cuh", "mhc_pairs.cuh"):
         text = (FOLDER / name).read_text().replace("#pragma once", "")
         source = source.replace(f'#include "{name}"', text)
@@ -75,10 +89,10 @@ def for_the_cpu(source):
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory):
-    """The sources of the forward for few and for many tokens, and that of the gradients."""
+    """The sources of the forward for few and for many tokens, of the gradients, and a candidate."""
     return [
-        compiled(for_the_cpu((FOLDER / name).read_text()), tmp_path_factory.mktemp("cuda"), "-O1")
-        for name in mhc_cuda.SOURCES
+        compiled(for_the_cpu(path.read_text()), tmp_path_factory.mktemp("cuda"), "-O1")
+        for path in (*(FOLDER / name for name in mhc_cuda.SOURCES), timed.BOXES)
     ]
 
 
@@ -90,11 +104,16 @@ def libraries(tmp_path_factory):
         (37, 512, 1, False),
         (75, 128, (2, 1), True),
         (50, 96, (3, 2), False),
+        (75, 128, (2, 1, 3), True),
+        (50, 192, (3, 2, 0), False),
         pytest.param(1040, 128, (4, 1), True, marks=pytest.mark.prove),
     ],
 )
 def test_the_streams(libraries, tokens, dim, cut, has_y):
-    """Few tokens in clusters; many in groups, whose tiles follow each other; the last is cut."""
+    """Few tokens in clusters; many in groups, whose tiles follow each other; the last is cut.
+
+    A cut with a third number, how far rows are fetched ahead, is for the candidate.
+    """
     T, N = tokens, 4
     x, y, a = torch.randn(T, N, dim).bfloat16(), torch.randn(T, dim).bfloat16(), torch.rand(T, N)
     b, c = torch.rand(T, N, N), torch.rand(T, N)
@@ -114,7 +133,9 @@ def test_the_streams(libraries, tokens, dim, cut, has_y):
         sizes.append(cut)
     else:
         function = libraries[1].openv41_mega_mhc_many
-        shares = mhc_cuda._shares(mhc_cuda.Groups(*cut), -(-T // 16), x.device)
+        if len(cut) == 3:
+            function = libraries[3].openv41_mega_mhc_boxes
+        shares = mhc_cuda._shares(mhc_cuda.Groups(*cut[:2]), -(-T // 16), x.device)
         pointers.extend((*(share.fill_(math.nan) for share in shares[:2]), shares[2].zero_()))
         sizes.extend(cut)
     function(
@@ -147,6 +168,29 @@ def test_the_streams(libraries, tokens, dim, cut, has_y):
     assert_close("inverse", out[6][:, 0], new.square().mean((1, 2)).rsqrt(), rtol=1e-5, atol=0)
     h = (a.double()[..., None] * want[0]).sum(1)
     assert_close("inverse of h", out[6][:, 1], h.square().mean(1).rsqrt(), rtol=1e-4, atol=0)
+
+
+@pytest.mark.slow
+def test_the_candidate_as_it_is_timed(libraries, monkeypatch):
+    """Its arguments are in order."""
+    monkeypatch.setattr(timed, "DIM", 128)
+    monkeypatch.setattr(timed, "load", lambda _: libraries[3])
+    monkeypatch.setattr(mhc_cuda, "groups", lambda: mhc_cuda.Groups(2, 1))
+    monkeypatch.setattr(mhc_cuda, "_shares", zeroed(mhc_cuda._shares))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=None))
+    given = timed.inputs(65, torch.Generator().manual_seed(0))
+    assert timed.error(given, timed.in_boxes(3, **given)) < 0.01
+
+
+def zeroed(shares):
+    """The shares, whose counters a launch on a GPU sets to zero."""
+
+    def make(*given):
+        found = shares(*given)
+        found[2].zero_()
+        return found
+
+    return make
 
 
 def wanted(x, pending, a, grads, full):

@@ -32,7 +32,7 @@ def nvcc() -> str | None:
 
 @cache
 def load(*sources: str) -> ctypes.CDLL | None:
-    """One library made from files beside this; None off Hopper, or where it cannot be made."""
+    """One library made from files beside this or paths; None off Hopper, or if it fails."""
     compiler = nvcc()
     if compiler is None or not torch.cuda.is_available():
         return None
@@ -60,9 +60,10 @@ def trusted(source: str, is_right: Callable[[ctypes.CDLL], bool]) -> ctypes.CDLL
 def build(compiler: str, *sources: Path) -> Path:
     """Compile sources unless the same texts have been compiled; writers do not meet.
 
-    What a source includes lies beside it: a header that changes makes a new library.
+    What a source includes lies beside it or here: a header that changes makes a new library.
     """
-    headers = sorted({header for source in sources for header in source.parent.glob("*.cuh")})
+    folders = {FOLDER, *(source.parent for source in sources)}
+    headers = sorted({header for folder in folders for header in folder.glob("*.cuh")})
     text = b"".join(path.read_bytes() for path in (*sources, *headers))
     text += repr((compiler, FLAGS, ARCHITECTURE)).encode()
     target = CACHE / f"{sources[0].stem}-{hashlib.sha256(text).hexdigest()[:16]}.so"
@@ -70,7 +71,7 @@ def build(compiler: str, *sources: Path) -> Path:
         CACHE.mkdir(parents=True, exist_ok=True)
         handle, made = tempfile.mkstemp(suffix=".so", dir=CACHE)
         os.close(handle)
-        command = [compiler, *FLAGS, ARCHITECTURE, "-o", made, *map(str, sources)]
+        command = [compiler, *FLAGS, ARCHITECTURE, f"-I{FOLDER}", "-o", made, *map(str, sources)]
         try:
             subprocess.run(command, check=True, capture_output=True)
             Path(made).replace(target)
