@@ -1,6 +1,7 @@
 """Ops that no other module measures: sums of pairs, parts of streams, Engram and indexer."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -90,6 +91,103 @@ def pair_inputs(g: torch.Generator) -> Inputs:
     return {"expert_ids": scores.topk(TOP).indices.sort().values, "num_experts": EXPERTS}
 
 
+def projection_inputs(tokens: int, g: torch.Generator) -> Inputs:
+    """Tokens of ``small``, and the weights of latent queries, window KV and index weights."""
+    weights = tuple(normal(g, width, 1024) / 32 for width in (512, 512, 32))
+    return {"x": normal(g, tokens, 1024), "weights": weights}
+
+
+def query_inputs(tokens: int, g: torch.Generator) -> Inputs:
+    """Latents of ``small`` and the weight of its 16 heads."""
+    positions = torch.arange(tokens, device=g.device) * 37
+    table = ops.rope_table(positions, ops.rope_frequencies(64, 1e4).to(g.device))
+    return {
+        "latent": normal(g, tokens, 512),
+        "norm": normal(g, 512),
+        "eps": 1e-20,
+        "weight": normal(g, 8192, 512) / 512**0.5,
+        "table": table,
+        "num_heads": 16,
+    }
+
+
+def mixture_inputs(tokens: int, g: torch.Generator) -> Inputs:
+    """Tokens of ``small`` with their experts, and all weights."""
+    shapes, experts = ((224, 1024), (224, 1024), (1024, 224)), 64
+    logits = torch.randn(tokens, experts, generator=g, device=g.device)
+    none = torch.zeros(experts, device=g.device)
+    return {
+        "x": normal(g, tokens, 1024),
+        "routed": ops.route.reference(logits, none, TOP, 1.0, 1.5, normalise=True),
+        "experts": tuple(normal(g, experts, *shape) / shape[1] ** 0.5 for shape in shapes),
+        "shared": tuple(normal(g, *shape) / shape[1] ** 0.5 for shape in shapes),
+        "limit": 10.0,
+    }
+
+
+def place_inputs(g: torch.Generator) -> Inputs:
+    """Places among the candidates of a decode step's tokens, and the blocks of these."""
+    places = torch.rand(64, 16384, generator=g, device=g.device).topk(512).indices
+    pools = torch.randint(16384, (64, 2048), generator=g, device=g.device)
+    return {"places": places.sort().values, "pools": pools, "block_size": 8}
+
+
+def page_inputs(g: torch.Generator) -> Inputs:
+    """Entries of a decode step's tokens, and their pages."""
+    entries = torch.rand(64, 16384, generator=g, device=g.device).topk(512).indices
+    table = torch.randint(1 << 20, (64, 256), generator=g, device=g.device)
+    return {"entries": entries.sort().values, "table": table, "per_page": 64}
+
+
+def packing_inputs(g: torch.Generator) -> Inputs:
+    """Index queries of a decode step's tokens, and the weights of their heads."""
+    positions = torch.arange(64, device=g.device) * 37
+    table = ops.rope_table(positions, ops.rope_frequencies(64, 1e4).to(g.device))
+    rest = {"weights": normal(g, 64, 32), "factor": 128**-0.5 * 32**-0.5}
+    return {"q": normal(g, 64, 32, 128), "table": table, **rest}
+
+
+def packing_error(given: Inputs, out: tuple[Tensor, Tensor]) -> float:
+    """Share of bytes that differ, which a rounding may; weights are equal."""
+    want = ops.pack_index_queries.reference(**given)
+    weights = unequal(out[1], want[1])
+    return weights + unequal(out[0], want[0]) / want[0].numel()
+
+
+def described(g: torch.Generator) -> Inputs:
+    """Rows of 64 requests that stand anywhere."""
+    places = torch.arange(64, device=g.device)
+    return {
+        "places": places,
+        "positions": torch.randint(1, 1 << 20, (64,), generator=g, device=g.device),
+    }
+
+
+def ring_inputs(g: torch.Generator) -> Inputs:
+    """Rings of windows."""
+    return described(g) | {"reach": 128, "size": 192}
+
+
+def group_inputs(g: torch.Generator) -> Inputs:
+    """Groups of two positions."""
+    return described(g) | {"ratio": 2, "width": 8192}
+
+
+def pending_inputs(g: torch.Generator) -> Inputs:
+    """Projections of a decode step's tokens, and rings with those before."""
+    kv, gate = torch.randn(2, 64, 512, generator=g, device=g.device)
+    own, rows = ops.ring_rows.reference(**described(g), reach=2, size=8)
+    numbers = torch.arange(64, device=g.device)
+    return {
+        "kv": kv,
+        "gate": gate,
+        "ring": torch.randn(64 * 8, 1024, generator=g, device=g.device),
+        "own": own,
+        "previous": rows[:, 0],
+        "members": torch.stack([numbers, numbers + 64], dim=1),
+    }
+
+
 def divergence_inputs(g: torch.Generator) -> Inputs:
     """Scores of the selected entries, and what a layer attends to."""
     scores = torch.randn(TOKENS, 512, generator=g, device=g.device)
@@ -111,8 +209,14 @@ def error(op: Op[..., Any], given: Inputs, out: object) -> float:
     return worst
 
 
-def row(op: Op[..., Any], shape: dict[str, int | str], make: Maker, floor_bytes: int) -> Row:
-    """One op; the tolerance is that of one bfloat16 rounding."""
+def row(
+    op: Op[..., Any],
+    shape: dict[str, int | str],
+    make: Maker,
+    floor_bytes: int,
+    tolerance: float = 4e-3,
+) -> Row:
+    """One op; the tolerance is that of one bfloat16 rounding if it is not given."""
     return Row(
         op=op.reference.__name__,
         shape=shape,
@@ -120,9 +224,21 @@ def row(op: Op[..., Any], shape: dict[str, int | str], make: Maker, floor_bytes:
         ours=op,
         reference=op.reference,
         error=partial(error, op),
-        tolerance=4e-3,
+        tolerance=tolerance,
         floor_bytes=floor_bytes,
     )
+
+
+def few_rows(tokens: int) -> list[Row]:
+    """What a decode step of ``small`` does with as many tokens."""
+    shape, used = {"T": tokens}, min(64, tokens * TOP) + 1
+    return [
+        row(ops.joint_linear, shape, partial(projection_inputs, tokens), 2 * 1056 * 1024),
+        row(ops.rotated_queries, shape, partial(query_inputs, tokens), 2 * 8192 * 512, 8e-3),
+        row(
+            ops.expert_mixture, shape, partial(mixture_inputs, tokens), used * 6 * 224 * 1024, 8e-3
+        ),
+    ]
 
 
 def rows() -> list[Row]:
@@ -138,6 +254,16 @@ def rows() -> list[Row]:
         row(ops.choose_candidates, {"T": 64, "L": 131_072}, candidate_inputs, 64 * 131_072 * 4),
         row(ops.route, {"T": 64, "E": EXPERTS}, route_inputs, 64 * EXPERTS * 4),
         row(ops.order_pairs, {"T": 64, "E": EXPERTS}, pair_inputs, 64 * TOP * 16),
+        *(found for tokens in (1, 8, 64) for found in few_rows(tokens)),
+        row(ops.ring_rows, {"T": 64, "reach": 128}, ring_inputs, 64 * 130 * 8),
+        row(ops.group_rows, {"T": 64, "ratio": 2}, group_inputs, 64 * 7 * 8),
+        row(ops.pool_pending, {"T": 64, "C": 512}, pending_inputs, 64 * 512 * 28),
+        row(ops.pool_entries, {"T": 64, "K": 512}, place_inputs, 64 * 512 * 24),
+        row(ops.page_rows, {"T": 64, "K": 512}, page_inputs, 64 * 512 * 24),
+        replace(
+            row(ops.pack_index_queries, {"T": 64}, packing_inputs, 64 * 32 * (256 + 68), 1e-2),
+            error=packing_error,
+        ),
         row(ops.selection_divergence, {**t, "keys": 512}, divergence_inputs, TOKENS * 512 * 8),
     ]
 

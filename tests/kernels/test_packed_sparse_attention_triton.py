@@ -79,6 +79,22 @@ def test_kernel_matches_oracle(kernels, device, size, deterministic):
     assert_close("kernel", got, wanted(args, stores), ulps=16)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_are_rotated(kernels, device, deterministic, dtype):
+    """By what joins the parts, or behind it."""
+    args, _ = case(device, dtype=dtype, **SIZES[0])
+    turn = ops.rope_table(torch.arange(2) + 7, ops.rope_frequencies(24, 1e3)).to(device)
+    made = kernels.tiling_of(args[0], 57, deterministic=deterministic)
+    assert (made.parts > 1) != deterministic
+    run, options = kernels.packed_sparse_attention.run, {"deterministic": deterministic}
+    plain, turned = run(*args, **options), run(*args, turn, **options)
+    with ops.kernels("reference"):
+        want = ops.rotate(plain, turn)
+    assert_close("turned", turned, want, ulps=4)
+    assert torch.equal(turned[..., :-24], plain[..., :-24])
+
+
 @pytest.mark.parametrize("kind", ["window", "main"])
 def test_every_code_and_scale(kernels, device, kind):
     """A list of one row with all weight gives the row back, whatever its codes and scales."""
@@ -173,4 +189,8 @@ def test_released_widths(kernels, device, shape):
     kv = [x.to(device).double() for x in stores]
     want = ops.sparse_attention.reference(q.double(), kv[0], near, kv[1], far, sink, scale)
     assert_close("packed", got, want, ulps=2)
+    turn = ops.rope_table(torch.arange(T) + 7, ops.rope_frequencies(64, 1e4)).to(device)
+    with ops.kernels("required"):
+        turned = ops.packed_sparse_attention(*args, turn)
+        assert_close("turned", turned, ops.rotate(got, turn), ulps=1)
     assert_close("deterministic", alone, want, ulps=2)

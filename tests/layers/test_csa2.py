@@ -97,21 +97,18 @@ def test_readers_own_no_compressor_and_no_keys():
 def test_no_norm_per_query_head():
     """Three times a head's rows of wq_b give three times its scores."""
     attention, x, ctx = prepared(0, 5)
-    seen = []
     width = attention.attn.head_dim
 
     def queries():
-        attention.wq_b.register_forward_hook(lambda _, __, out: seen.append(out))
-        attention(x, ctx)
-        return seen.pop()
+        latent, _ = attention.projected(x)
+        return attention.queries(latent, ctx.rope(0))[1]
 
     before = queries()
     with torch.no_grad():
         attention.wq_b.weight[width : 2 * width] *= 3
-    attention.wq_b._forward_hooks.clear()
     after = queries()
     want = before.clone()
-    want[:, width : 2 * width] *= 3
+    want[:, 1] *= 3
     assert_close("queries", after, want, rtol=1e-12, atol=1e-12)
 
 
@@ -119,13 +116,12 @@ def test_the_sub_layer_norm_feeds_queries_and_keys():
     model = mini_model(1)
     with torch.no_grad():
         model.layers[0].attn_norm.weight.zero_()
-    seen = {}
-    for name in ("wq_a", "wkv"):
-        part = getattr(model.layers[0].attention, name)
-        part.register_forward_hook(lambda _, __, out, name=name: seen.update({name: out}))
+    seen, attention = [], model.layers[0].attention
+    projected = attention.projected
+    attention.projected = lambda x: seen.append(projected(x)) or seen[-1]
     model(Batch.from_documents([random_ids(5)]))
-    assert not seen["wq_a"].any()
-    assert not seen["wkv"].any()
+    assert len(seen[0]) == 2
+    assert not any(part.any() for part in seen[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

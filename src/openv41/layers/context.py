@@ -176,13 +176,6 @@ class ForwardContext:
             self._ropes[key] = ops.rope_table(of, self._frequencies[is_compressed])
         return self._ropes[key]
 
-    def head_rows(
-        self, ratio: int, heads: int
-    ) -> tuple[Complex[Tensor, "rows pairs"], Int[Tensor, " rows"]]:
-        """Rotation of each head of each token, and the numbers of these rows."""
-        rope = self.rope(ratio)[:, None].expand(-1, heads, -1).flatten(0, 1)
-        return rope, torch.arange(len(rope), device=rope.device)
-
     def inverse_rope(self, ratio: int) -> Complex[Tensor, "T pairs"]:
         """What undoes the rotation of each token."""
         key = ("inverse", ratio > 0)
@@ -290,6 +283,15 @@ class ForwardContext:
                 pending[odd] = self.store.read(slot, Spans.of(of))
             self.store.write(slot, batch.spans, new, new)
         return torch.cat([pending, new])
+
+    def pool_with_pending(
+        self, slot: Slot, ratio: int, kv: Float[Tensor, "T C"], gate: Float[Tensor, "T C"]
+    ) -> Float[Tensor, "M C"]:
+        """Pool the groups that this batch completes, of which it may bring the last token alone."""
+        rows = self.with_pending(slot, torch.cat([kv, gate], dim=-1))
+        members = rows[self.entries(ratio).member_rows]  # [M, ratio, 2C]
+        pairs, gates = members.chunk(2, dim=-1)
+        return ops.pool_group(pairs, gates, deterministic=self.deterministic)
 
     def publish_entries(self, slot: Slot, ratio: int, latents: Latents) -> None:
         """Write a row per new entry and let layers read all entries of the slot."""

@@ -7,7 +7,7 @@ take the latest choice; every layer has its own sliding window.
 from typing import Unpack
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Complex, Float, Shaped
 from torch import Tensor, nn
 
 from openv41 import ops
@@ -46,19 +46,21 @@ class Compressor(nn.Module):
             self.wgate = Linear(dim, width, numerics, **made)
         self.norm = RMSNorm(width, config.norm_eps, **made)
 
-    def forward(self, x: Float[Tensor, "T D"], ctx: ForwardContext) -> Float[Tensor, "M C"]:
-        """Compress the groups that this batch completes; the rest waits in the store."""
-        latent = self.wkv(x) if self.plan.ratio == 1 else self._pool(x, ctx)
-        normed: Tensor = self.norm(latent)
+    def forward(
+        self, x: Float[Tensor, "T D"], ctx: ForwardContext, product: Tensor | None = None
+    ) -> Float[Tensor, "M C"]:
+        """Compress the groups that this batch completes; the rest waits in the store.
+
+        ``product`` is what ratio 1 compresses to, where it is known.
+        """
+        if product is None:
+            product = self.wkv(x) if self.plan.ratio == 1 else self._pool(x, ctx)
+        normed: Tensor = self.norm(product)
         return normed
 
     def _pool(self, x: Float[Tensor, "T D"], ctx: ForwardContext) -> Float[Tensor, "M C"]:
-        projected = torch.cat([self.wkv.wide(x), self.wgate.wide(x)], dim=-1)  # [T, 2C]
-        rows = ctx.with_pending(Slot("pending", self.plan.layer), projected)
-        members = rows[ctx.entries(self.plan.ratio).member_rows]  # [M, ratio, 2C]
-        kv, gate = members.chunk(2, dim=-1)
-        deterministic = self.numerics.deterministic
-        return ops.pool_group(kv, gate, deterministic=deterministic).to(x.dtype)
+        slot, projected = Slot("pending", self.plan.layer), (self.wkv.wide(x), self.wgate.wide(x))
+        return ctx.pool_with_pending(slot, self.plan.ratio, *projected).to(x.dtype)
 
 
 class CSA2Attention(LatentAttention):
@@ -81,42 +83,65 @@ class CSA2Attention(LatentAttention):
     def forward(self, x: Float[Tensor, "T D"], ctx: ForwardContext) -> Float[Tensor, "T D"]:
         """Attend for every token of the batch."""
         plan, rope = self.plan, ctx.rope(self.plan.ratio)
-        q_latent, q = self.queries(x, rope)
-        near = self._window_kv(x, ctx)
+        others = self._others(ctx)
+        latent, kv, *products = self.projected(x, *others.values())
+        known = dict(zip(others, products, strict=True))
+        q_latent, q = self.queries(latent, rope)
+        near = ctx.window(*self._window_kv(kv, ctx))
         if plan.is_kv_source:
-            self._publish_main_kv(x, ctx)
+            self._publish_main_kv(x, ctx, known.get("main"))
         if plan.is_index_source:
-            self._select(x, q_latent, ctx)
+            self._select(x, q_latent, ctx, known.get("index"))
         far = self._main_kv(ctx, near[0])
         if ctx.losses is not None and ctx.losses.teaches(plan):
             self._teach(ctx.losses, q, near, ctx)
-        out = self._attended(q, near, far)
-        return self.project_out(self.rotate(out, ctx.inverse_rope(plan.ratio)))
+        return self.project_out(self._attended(q, near, far, ctx.inverse_rope(plan.ratio)))
 
     def write_kv(self, x: Float[Tensor, "T D"], ctx: ForwardContext, *, window: bool) -> None:
         """Leave the KV of tokens that do nothing else in this layer."""
         if window:
-            self._window_kv(x, ctx)
+            ctx.window(*self._window_kv(self.wkv(x), ctx))
         if self.plan.is_kv_source:
             self._publish_main_kv(x, ctx)
 
-    def _attended(self, q: Float[Tensor, "T H C"], near: Rows, far: Rows) -> Tensor:
-        """Attend to rows of numbers, or to packed ones where they are stored."""
+    def _attended(
+        self,
+        q: Float[Tensor, "T H C"],
+        near: Rows,
+        far: Rows,
+        turn: Complex[Tensor, "T pairs"],
+    ) -> Float[Tensor, "T H C"]:
+        """Attend to rows of numbers, or to packed ones where they are stored; rotate the sums."""
         (window, window_keys), (main, main_keys) = near, far
         rest, deterministic = (self.sink, self.scale), self.numerics.deterministic
         if window.dtype == torch.uint8:
             listed = window_keys.listed, main_keys.listed
             return ops.packed_sparse_attention(
-                q, window, listed[0], main, listed[1], *rest, deterministic=deterministic
+                q, window, listed[0], main, listed[1], *rest, turn, deterministic=deterministic
             )
-        return ops.sparse_attention(
+        out = ops.sparse_attention(
             q, window, window_keys, main, main_keys, *rest, deterministic=deterministic
         )
+        return self.rotate(out, turn)
 
-    def _select(self, x: Tensor, q_latent: Tensor, ctx: ForwardContext) -> None:
+    def _others(self, ctx: ForwardContext) -> dict[str, Tensor]:
+        """Weights of what else a few tokens are multiplied with, in one call."""
+        plan, found = self.plan, dict[str, Tensor]()
+        if not ctx.has_fixed_sizes or self.numerics.linear_input != "off":
+            return found
+        if plan.is_index_source:
+            found["index"] = self.indexer.weights_proj.value()
+        if plan.is_kv_source and plan.ratio == 1:
+            found["main"] = self.compressor.wkv.value()
+        return found
+
+    def _select(
+        self, x: Tensor, q_latent: Tensor, ctx: ForwardContext, weights: Tensor | None
+    ) -> None:
         """Choose entries, for the layers up to the next index source too."""
         layer, main = self.plan.layer, Slot("main", self.plan.kv_source)
-        chosen = ctx.once(f"layers.{layer}.entries", lambda: self.indexer(x, q_latent, ctx))
+        given = x, q_latent, ctx, weights
+        chosen = ctx.once(f"layers.{layer}.entries", lambda: self.indexer(*given))
         ctx.publish_selection(layer, main, self.plan.ratio, chosen)
         if ctx.losses is not None and ctx.losses.wanted.indexer:
             rows = ctx.selections[layer].rows
@@ -146,16 +171,18 @@ class CSA2Attention(LatentAttention):
         ctx.work.entries_read[self.plan.layer] = chosen.read
         return chosen.kv, chosen.keys
 
-    def _window_kv(self, x: Tensor, ctx: ForwardContext) -> Rows:
+    def _window_kv(self, kv: Float[Tensor, "T C"], ctx: ForwardContext) -> tuple[Slot, Latents]:
         rope = ctx.rope(self.plan.ratio)
-        latents = Latents("window", self.wkv(x), self.kv_norm, rope, self.numerics)
-        return ctx.window(Slot("window", self.plan.layer), latents)
+        latents = Latents("window", kv, self.kv_norm, rope, self.numerics)
+        return Slot("window", self.plan.layer), latents
 
-    def _publish_main_kv(self, x: Tensor, ctx: ForwardContext) -> None:
+    def _publish_main_kv(
+        self, x: Tensor, ctx: ForwardContext, product: Tensor | None = None
+    ) -> None:
         """Compress, then make index keys (before rotation and rounding) and main KV."""
         layer, ratio = self.plan.layer, self.plan.ratio
         rope = ctx.rope(ratio, of_entries=True)
-        latent = self.compressor(x, ctx)
+        latent = self.compressor(x, ctx, product)
         entries = Latents("main", latent, None, rope, self.numerics)
         ctx.publish_entries(Slot("main", layer), ratio, entries)
         keys = self.indexer.keys(latent.detach(), rope)  # the indexer alone learns from them

@@ -55,8 +55,9 @@ class DraftAttention(LatentAttention):
     ) -> Float[Tensor, "T D"]:
         """Attend for every row of every block."""
         rope = blocks.ctx.rope(0)
-        _, q = self.queries(x, rope)
-        own = round_window_kv(self.latent_kv(x, rope), self.numerics)
+        latent, kv = self.projected(x)
+        _, q = self.queries(latent, rope)
+        own = round_window_kv(self.rotate(self.kv_norm(kv), rope), self.numerics)
         kv = torch.cat([context.to(own.dtype), own])
         out = ops.sparse_attention(
             q,

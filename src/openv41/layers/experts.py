@@ -63,6 +63,11 @@ class RoutedExperts(nn.Module):
         """Gate, up and down weights."""
         return self.w1, self.w3, self.w2
 
+    def values(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """The stacks as they are multiplied with numbers of a dtype."""
+        w1, w3, w2 = (self._value(stack, dtype) for stack in self.stacks())
+        return w1, w3, w2
+
     def forward(
         self, x: Float[Tensor, "T D"], expert_ids: Int[Tensor, "T A"], weights: Float[Tensor, "T A"]
     ) -> Float[Tensor, "T D"]:
@@ -143,6 +148,10 @@ class SharedExpert(nn.Module):
         self.w3 = QuantizedLinear(dim, moe.expert_dim, numerics, **made)
         self.w2 = QuantizedLinear(moe.expert_dim, dim, numerics, **made)
 
+    def values(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Gate, up and down weights as they are multiplied with numbers of a dtype."""
+        return self.w1.value(dtype), self.w3.value(dtype), self.w2.value(dtype)
+
     def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         """Apply the clamped SwiGLU."""
         hidden = ops.clamped_swiglu(
@@ -171,6 +180,10 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Float[Tensor, "T D"], ctx: ForwardContext) -> Float[Tensor, "T D"]:
         """Route every token, run its experts, add the shared expert in float32, round once."""
+        if ctx.has_fixed_sizes:  # of a few tokens, whose calls are what they cost
+            experts, shared = self.experts.values(x.dtype), self.shared.values(x.dtype)
+            rounding, routed = self.numerics.linear_input, self._route_few(x)
+            return ops.expert_mixture(x, routed, experts, shared, self.moe.swiglu_limit, rounding)
         expert_ids, weights = self._route(x, ctx)
         routed, shared = self.experts(x, expert_ids, weights), self.shared(x)
         if x.is_cuda and not wants_gradient(routed, shared):  # the sum is rounded as it is stored
@@ -178,14 +191,16 @@ class MixtureOfExperts(nn.Module):
         out: Tensor = routed + shared
         return out.to(x.dtype)
 
+    def _route_few(self, x: Float[Tensor, "T D"]) -> ops.Routed:
+        gate, moe = self.gate, self.moe
+        logits = ops.wide_linear(x, gate.weight)
+        wide = cast(gate.bias, logits.dtype), moe.top_k, moe.gate_temperature, moe.route_scale
+        return ops.route(logits, *wide, normalise=moe.norm_top_k_prob)
+
     def _route(
         self, x: Tensor, ctx: ForwardContext
     ) -> tuple[Int[Tensor, "T A"], Float[Tensor, "T A"]]:
         gate, moe = self.gate, self.moe
-        if ctx.has_fixed_sizes:
-            logits = ops.wide_linear(x, gate.weight)
-            wide = gate.bias.to(logits.dtype), moe.top_k, moe.gate_temperature, moe.route_scale
-            return ops.route(logits, *wide, normalise=moe.norm_top_k_prob)
         scores = ops.router_scores(
             x, gate.weight, moe.gate_temperature, deterministic=self.numerics.deterministic
         )

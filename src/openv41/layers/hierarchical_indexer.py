@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from openv41 import ops
 from openv41.config import ModelConfig, NumericsConfig
 from openv41.layers.context import ForwardContext
-from openv41.layers.decode_context import DecodeContext
 from openv41.layers.factory import Factory
 from openv41.layers.geometry import Segment
 from openv41.layers.latents import Latents
@@ -23,7 +22,6 @@ from openv41.layers.quantized_linear import Linear, QuantizedLinear, RMSNorm
 from openv41.layers.rounding import round_index
 from openv41.layers.store import PackedRows, Slot
 from openv41.ops.deterministic import TILE_WIDTH
-from openv41.ops.packed_rows import packed_width
 from openv41.plan import LayerPlan
 
 PACKED_WIDTH = 128  # of keys that kernels read packed
@@ -76,20 +74,25 @@ class HierarchicalIndexer(nn.Module):
 
     @torch.no_grad()
     def forward(
-        self, x: Float[Tensor, "T D"], q_latent: Float[Tensor, "T rank"], ctx: ForwardContext
+        self,
+        x: Float[Tensor, "T D"],
+        q_latent: Float[Tensor, "T rank"],
+        ctx: ForwardContext,
+        weights: Float[Tensor, "T I"] | None = None,
     ) -> Int[Tensor, "T K"]:
         """Choose entries for each token: ids within its request, ascending, then -1.
 
-        The choice has no gradient: ``selected_scores`` is what the indexer learns from.
+        ``weights`` are those of the heads, unscaled, where they are known. The choice has no
+        gradient: ``selected_scores`` is what the indexer learns from.
         """
-        q, weights = self._projected(x, q_latent)
+        q, weights = self._queries(q_latent), self.weights_proj(x) if weights is None else weights
         packed = self._packed_keys(q, ctx)
-        if packed is not None and isinstance(ctx, DecodeContext):
+        if packed is not None and ctx.has_fixed_sizes:
             return self._select_at_once(packed, q, weights, ctx)
         found = self._empty(x, ctx)
         from_pool = self.plan.uses_candidates and ctx.candidates is not None
         if packed is None:
-            q = self._rounded(q, ctx)
+            q, weights = self._rounded(q, ctx), weights * self._factor
         apart = from_pool and (ctx.has_fixed_sizes or lists_candidates(q, self.numerics))
         if packed is not None:
             self._select_from_packed(packed, q, weights, ctx, found)
@@ -117,8 +120,8 @@ class HierarchicalIndexer(nn.Module):
         ctx: ForwardContext,
     ) -> Float[Tensor, "T K"]:
         """Scores of the chosen rows of the index keys, with gradients for the indexer alone."""
-        q, weights = self._projected(x.detach(), q_latent.detach())
-        q = self._rounded(q, ctx)
+        q = self._rounded(self._queries(q_latent.detach()), ctx)
+        weights = self.weights_proj(x.detach()) * self._factor
         keys = ctx.entry_rows(self._keys, self.plan.ratio)
         score_dtype, deterministic = self._score_dtype, self.numerics.deterministic
         return ops.selected_scores(q, weights, keys, rows, score_dtype, deterministic=deterministic)
@@ -147,25 +150,25 @@ class HierarchicalIndexer(nn.Module):
     def _name(self, what: str) -> str:
         return f"layers.{self.plan.layer}.{what}"
 
-    def _projected(
-        self, x: Tensor, q_latent: Tensor
-    ) -> tuple[Float[Tensor, "T I J"], Float[Tensor, "T I"]]:
-        heads, dim = self.indexer.num_heads, self.indexer.head_dim
-        q: Tensor = self.wq_b(q_latent).unflatten(-1, (heads, dim))
-        return q, self.weights_proj(x) * (dim**-0.5 * heads**-0.5)
+    def _queries(self, q_latent: Tensor) -> Float[Tensor, "T I J"]:
+        q: Tensor = self.wq_b(q_latent).unflatten(-1, (self.indexer.num_heads, -1))
+        return q
+
+    @property
+    def _factor(self) -> float:
+        """Of the weights of the heads."""
+        return float(self.indexer.head_dim**-0.5 * self.indexer.num_heads**-0.5)
 
     def _rounded(self, q: Tensor, ctx: ForwardContext) -> Float[Tensor, "T I J"]:
         rope = ctx.rope(self.plan.ratio)
         q = ops.rotate(q, rope, deterministic=self.numerics.deterministic)
         return round_index(q, self.numerics)
 
-    def _packed(self, q: Tensor, ctx: ForwardContext) -> UInt8[Tensor, "T I row"]:
+    def _packed(
+        self, q: Tensor, weights: Tensor, ctx: ForwardContext
+    ) -> tuple[UInt8[Tensor, "T I row"], Float[Tensor, "T I"]]:
         """Rotate, round and pack the queries, as keys are on their way into a cache."""
-        rows, (tokens, heads, width) = q.flatten(0, 1), q.shape
-        rope, every = ctx.head_rows(self.plan.ratio, heads)
-        packed = q.new_empty(len(rows), packed_width(width), dtype=torch.uint8)
-        ops.write_latents(packed, every, rows, None, 1.0, rope, "mxfp4")
-        return packed.view(tokens, heads, -1)
+        return ops.pack_index_queries(q, ctx.rope(self.plan.ratio), weights, self._factor)
 
     def _select_from_all(
         self,
@@ -234,7 +237,7 @@ class HierarchicalIndexer(nn.Module):
         self, keys: PackedRows, q: Tensor, weights: Tensor, ctx: ForwardContext, found: _Found
     ) -> None:
         """Choose from packed keys; a long run of tokens without all of its scores at a time."""
-        q, every = self._packed(q, ctx), tuple(range(len(ctx.batch.requests)))
+        every, (q, weights) = tuple(range(len(ctx.batch.requests))), self._packed(q, weights, ctx)
         visible, size = ctx.entries(self.plan.ratio).visible, self.indexer.block_size
         blocks = self.indexer.candidate_blocks if self.plan.publishes_candidates else 0
         pools = ctx.candidates if self.plan.uses_candidates else None
@@ -257,8 +260,7 @@ class HierarchicalIndexer(nn.Module):
                 top = ops.select_top_k(scores, None, self.indexer.top_k)
                 pool = ops.choose_candidates(scores, visible[flat], blocks, size) if blocks else top
             if pools is not None:
-                entries = (pools[flat, :, None] * size + self._within(q)).flatten(1)
-                top = torch.where(top < 0, -1, entries.gather(1, top.clamp(min=0)))
+                top = ops.pool_entries(top, pools[flat], size)
             self._count(rows.numel() * (num if pools is None else pools.shape[1] * size), ctx)
             width = min(top.shape[1], found.selected.shape[1])  # behind it are only -1
             found.selected[flat, :width] = top[:, :width]
@@ -266,14 +268,14 @@ class HierarchicalIndexer(nn.Module):
                 found.pool[flat, : pool.shape[1]] = pool
 
     def _select_at_once(
-        self, keys: PackedRows, q: Tensor, weights: Tensor, ctx: DecodeContext
+        self, keys: PackedRows, q: Tensor, weights: Tensor, ctx: ForwardContext
     ) -> Int[Tensor, "T K"]:
-        """Choose for all tokens of a step from packed keys; sizes are those of the table."""
+        """Choose for all tokens from packed keys, each token a request of its own."""
+        q, weights = self._packed(q, weights, ctx)
         entries, size = ctx.entries(self.plan.ratio), self.indexer.block_size
         pools = ctx.candidates if self.plan.uses_candidates else None
         own = None if pools is None else pools[:, None]
-        q, visible = self._packed(q, ctx)[:, None], entries.visible[:, None]
-        given = q, weights[:, None], keys.stored, keys.table, visible
+        given = q[:, None], weights[:, None], keys.stored, keys.table, entries.visible[:, None]
         where = keys.per_page, entries.totals[0], own, size
         scores = ops.packed_index_scores(*given, *where)[:, 0]
         self._count(scores.numel(), ctx)
@@ -281,7 +283,7 @@ class HierarchicalIndexer(nn.Module):
         if self.plan.publishes_candidates:
             most = self.indexer.candidate_blocks
             ctx.candidates = ops.choose_candidates(scores, entries.visible, most, size)
-        return top if pools is None else ctx.pool_entries(top, size)
+        return top if pools is None else ops.pool_entries(top, pools, size)
 
     def _within(self, like: Tensor) -> Int[Tensor, " size"]:
         return torch.arange(self.indexer.block_size, device=like.device)

@@ -38,19 +38,26 @@ class LatentAttention(Float32Islands):
         self.wo_b = QuantizedLinear(grouped, dim, numerics, **made)
         self.sink = nn.Parameter(torch.empty(attn.num_heads, **island(made)))
 
+    def projected(self, x: Float[Tensor, "T D"], *others: Tensor) -> tuple[Tensor, ...]:
+        """Latents of the queries and of window KV, before their norms; products with others."""
+        weights = self.wq_a.value(x.dtype), self.wkv.value(x.dtype), *others
+        rounding, deterministic = self.numerics.linear_input, self.numerics.deterministic
+        return ops.joint_linear(x, weights, rounding, deterministic=deterministic)
+
     def queries(
-        self, x: Float[Tensor, "T D"], rope: Complex[Tensor, "T pairs"]
+        self, latent: Float[Tensor, "T rank"], rope: Complex[Tensor, "T pairs"]
     ) -> tuple[Float[Tensor, "T rank"], Float[Tensor, "T H C"]]:
         """Normed latents of the queries, and the rotated queries of every head."""
-        latent = self.q_norm(self.wq_a(x))
-        heads = self.wq_b(latent).unflatten(-1, (self.attn.num_heads, -1))
-        return latent, self.rotate(heads, rope)
-
-    def latent_kv(
-        self, x: Float[Tensor, "T D"], rope: Complex[Tensor, "T pairs"]
-    ) -> Float[Tensor, "T C"]:
-        """Rotated window KV of each row, not yet rounded."""
-        return self.rotate(self.kv_norm(self.wkv(x)), rope)
+        return ops.rotated_queries(
+            latent,
+            self.q_norm.weight,
+            self.q_norm.eps,
+            self.wq_b.value(latent.dtype),
+            rope,
+            self.attn.num_heads,
+            self.numerics.linear_input,
+            deterministic=self.numerics.deterministic,
+        )
 
     def rotate(self, x: Tensor, rope: Complex[Tensor, "T pairs"]) -> Tensor:
         """Rotate the last channels by a table."""

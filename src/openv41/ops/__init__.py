@@ -5,6 +5,7 @@ from openv41.ops.acceptance import accept_block, accept_drafts, choose_tokens, r
 from openv41.ops.cache_writers import write_latents
 from openv41.ops.compressor import pool_group
 from openv41.ops.cross_entropy import linear_cross_entropy
+from openv41.ops.decode_rows import group_rows, ring_rows
 from openv41.ops.engram import (
     DEAD,
     add_gated,
@@ -13,6 +14,8 @@ from openv41.ops.engram import (
     hash_ngrams,
     lookup_ngrams,
 )
+from openv41.ops.entry_rows import page_rows, pool_entries
+from openv41.ops.expert_mixture import expert_mixture
 from openv41.ops.experts import (
     choose_experts,
     expert_weights,
@@ -36,13 +39,20 @@ from openv41.ops.linear import linear, quantized_linear, rounded_input, wide_lin
 from openv41.ops.linear_loss import LinearLoss
 from openv41.ops.mhc import mega_mhc, mix_streams, predict_mix, update_streams
 from openv41.ops.norm import rms_norm
-from openv41.ops.packed_index import packed_index_choice, packed_index_scores
+from openv41.ops.packed_index import (
+    pack_index_queries,
+    packed_index_choice,
+    packed_index_scores,
+)
 from openv41.ops.packed_rows import pack_rows
 from openv41.ops.packed_sparse_attention import packed_sparse_attention
 from openv41.ops.pairs import combine, count_ids, sort_by_expert, take_pairs
+from openv41.ops.pending import pool_pending
 from openv41.ops.pixel_unshuffle import pixel_unshuffle
+from openv41.ops.projections import joint_linear, rotated_queries
 from openv41.ops.reverse_kl import linear_reverse_kl
 from openv41.ops.rope import inverse_table, rope_frequencies, rope_table, rotate, yarn_frequencies
+from openv41.ops.routed import Routed
 from openv41.ops.routing import order_pairs, route
 from openv41.ops.sinkhorn import doubly_stochastic
 from openv41.ops.sparse_attention import Keys, attention_mass, plan_keys, sparse_attention
@@ -52,6 +62,7 @@ __all__ = [
     "DEAD",
     "Keys",
     "LinearLoss",
+    "Routed",
     "accept_block",
     "accept_drafts",
     "add_gated",
@@ -66,12 +77,15 @@ __all__ = [
     "doubly_stochastic",
     "engram_gate",
     "engram_update",
+    "expert_mixture",
     "expert_weights",
+    "group_rows",
     "grouped_linear",
     "hash_ngrams",
     "image_attention",
     "index_scores",
     "inverse_table",
+    "joint_linear",
     "kernels",
     "linear",
     "linear_cross_entropy",
@@ -82,23 +96,29 @@ __all__ = [
     "merge_pools",
     "mix_streams",
     "order_pairs",
+    "pack_index_queries",
     "pack_rows",
     "packed_index_choice",
     "packed_index_scores",
     "packed_sparse_attention",
+    "page_rows",
     "pixel_unshuffle",
     "plan_keys",
+    "pool_entries",
     "pool_group",
     "pool_mask",
+    "pool_pending",
     "predict_mix",
     "quantized_linear",
     "residual",
+    "ring_rows",
     "rms_norm",
     "rope_angles_2d",
     "rope_frequencies",
     "rope_table",
     "rotate",
     "rotate_halves",
+    "rotated_queries",
     "rounded_input",
     "route",
     "router_scores",

@@ -1,12 +1,27 @@
 """Index scores straight from the packed MXFP4 rows of a cache. Report §2.3.1, §2.4.4."""
 
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Complex, Float, Int, UInt8
 from torch import Tensor
 
 from openv41.ops._dispatch import op
 from openv41.ops.indexer import choose_candidates, index_scores, select_top_k
-from openv41.ops.packed_rows import unpack_rows
+from openv41.ops.packed_rows import pack_rows, unpack_rows
+from openv41.ops.rope import rotate
+
+
+@op
+def pack_index_queries(
+    q: Float[Tensor, "T I J"],
+    table: Complex[Tensor, "T pairs"],
+    weights: Float[Tensor, "T I"],
+    factor: float,
+) -> tuple[UInt8[Tensor, "T I row"], Float[Tensor, "T I"]]:
+    """Rotated queries as rows of MXFP4 numbers; their weights times a factor, in float32.
+
+    The product with the factor is rounded to the dtype of the weights.
+    """
+    return pack_rows(rotate(q, table)), (weights * factor).float()
 
 
 @op

@@ -7,16 +7,105 @@ are 8.8 TF, 6.7 ms at 1305 TFLOP/s.
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from typing import no_type_check
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from openv41.ops import index_prefill_cuda, packed_index_cuda
 from openv41.ops._dispatch import kernel
+from openv41.ops.cache_writers_triton import _as, _packed
 from openv41.ops.index_scores_triton import ROW_BYTES, dense_scores, packed_scores, to_fp8
 from openv41.ops.indexer_triton import choose_candidates, select_top_k
 from openv41.ops.top_k_triton import CHUNK, LEAST_KEPT
 
 WORKSPACE = 240 << 20  # bytes beside inputs and outputs
+
+
+@triton.jit
+@no_type_check
+def _pack_queries(
+    q,
+    turns,
+    weights,
+    packed,
+    scaled,
+    factor,
+    token_stride,
+    heads,
+    ON_GPU: tl.constexpr,
+    IS_BF16: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Some heads of a token as [heads, blocks, pairs of a block]."""
+    WIDTH: tl.constexpr = BLOCKS * 32
+    ROW: tl.constexpr = BLOCKS * 17
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    is_head = head < heads
+    column = tl.arange(0, WIDTH)[None]
+    at = q + token * token_stride + head[:, None] * WIDTH + column
+    loaded = tl.load(at, mask=is_head[:, None], other=0.0).to(tl.float32)
+    even, odd = tl.split(tl.reshape(loaded, (HEADS, BLOCKS, 16, 2)))
+    turn = tl.arange(0, BLOCKS)[:, None] * 16 + tl.arange(0, 16)[None, :] - (WIDTH // 2 - PAIRS)
+    angle = turns + (token * PAIRS + turn) * 2
+    real = tl.load(angle, mask=turn >= 0, other=1.0)[None]
+    imaginary = tl.load(angle + 1, mask=turn >= 0, other=0.0)[None]
+    is_turned = (turn >= 0)[None]
+    first = tl.where(is_turned, _as(even * real - odd * imaginary, IS_BF16, ON_GPU), even)
+    second = tl.where(is_turned, _as(even * imaginary + odd * real, IS_BF16, ON_GPU), odd)
+    byte, even_code, odd_code, _, _ = _packed(first, second, 2, ON_GPU)
+    codes = tl.reshape((even_code | (odd_code << 4)).to(tl.uint8), (HEADS, WIDTH // 2))
+    row = packed + (token * heads + head[:, None]) * ROW
+    tl.store(row + tl.arange(0, WIDTH // 2)[None], codes, mask=is_head[:, None])
+    scales = row + WIDTH // 2 + tl.arange(0, BLOCKS)[None]
+    tl.store(scales, byte.to(tl.uint8), mask=is_head[:, None])
+    weight = tl.load(weights + token * heads + head, mask=is_head, other=0.0).to(tl.float32)
+    tl.store(scaled + token * heads + head, _as(weight * factor, IS_BF16, ON_GPU), mask=is_head)
+
+
+def _refuse_queries(q, table, weights, factor) -> str | None:
+    """Say what the kernel cannot take."""
+    width = q.shape[2]
+    if q.dtype not in {torch.float32, torch.bfloat16} or weights.dtype != q.dtype:
+        return f"queries are {q.dtype}, weights {weights.dtype}"
+    if width & (width - 1) or not 32 <= width <= 1024:
+        return f"queries of {width} numbers, not a power of two from 32 to 1024"
+    return None if table.dtype == torch.complex64 else f"the table is {table.dtype}"
+
+
+@kernel(refuse=_refuse_queries)
+@torch.no_grad()
+def pack_index_queries(
+    q: Tensor, table: Tensor, weights: Tensor, factor: float
+) -> tuple[Tensor, Tensor]:
+    """A few heads of a token in a program."""
+    (tokens, heads, width), q = q.shape, q.contiguous()
+    packed = torch.empty(tokens, heads, width // 32 * 17, dtype=torch.uint8, device=q.device)
+    scaled = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+    each = max(1, 1024 // width)
+    if scaled.numel():
+        _pack_queries[tokens, triton.cdiv(heads, each)](
+            q,
+            torch.view_as_real(table.resolve_conj()).contiguous(),
+            weights.contiguous(),
+            packed,
+            scaled,
+            float(factor),
+            q.stride(0),
+            heads,
+            ON_GPU=q.is_cuda,
+            IS_BF16=q.dtype == torch.bfloat16,
+            PAIRS=table.shape[1],
+            HEADS=each,
+            BLOCKS=width // 32,
+            num_warps=2,
+        )
+    return packed, scaled
 
 
 def _refuse(q, weights, keys, table, visible, per_page, num_entries, *_) -> str | None:

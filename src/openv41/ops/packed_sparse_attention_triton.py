@@ -23,6 +23,7 @@ from openv41.ops import packed_sparse_attention_hopper_triton as hopper
 from openv41.ops._dispatch import kernel
 from openv41.ops.listed_rows_triton import LOG2E, NONE, fits_hopper, join_sink, read_list
 from openv41.ops.packed_sparse_attention_hopper_triton import WARPS
+from openv41.ops.rope import rotate
 
 SHRUNK: tl.constexpr = tl.constexpr(256.0)  # keys are held at 1 / SHRUNK
 FP4_FACTOR: tl.constexpr = tl.constexpr(2.0**126 / 256)
@@ -102,7 +103,7 @@ def tiling_of(q: Tensor, listed: int, *, deterministic: bool) -> Tiling:
     return Tiling(heads, rows, warps, stages, parts, fits_hopper(q))
 
 
-def _refuse(q, window, window_rows, main, main_rows, sink, scale, **_) -> str | None:
+def _refuse(q, window, window_rows, main, main_rows, sink, scale, turn=None, **_) -> str | None:
     """Say what the kernel cannot take."""
     width = q.shape[2]
     if q.dtype not in {torch.float32, torch.bfloat16}:
@@ -131,19 +132,27 @@ def packed_sparse_attention(
     main_rows: Tensor,
     sink: Tensor,
     scale: float,
+    turn: Tensor | None = None,
     *,
     deterministic: bool = False,
 ) -> Tensor:
-    """Read each listed row once, packed."""
+    """Read each listed row once, packed; what joins the parts rotates them."""
     given = q, window, window_rows, main, main_rows, sink, scale
     if fits_hopper(q) and not cuda.refuse(given, deterministic=deterministic):
-        return cuda.attend(given, deterministic=deterministic)
-    listed = window_rows.shape[1] + main_rows.shape[1]
-    return attend(*given, tiling_of(q, listed, deterministic=deterministic))
+        out = cuda.attend(given, deterministic=deterministic)
+    else:
+        listed = window_rows.shape[1] + main_rows.shape[1]
+        tiling = tiling_of(q, listed, deterministic=deterministic)
+        if tiling.parts > 1:
+            return attend(*given, tiling, turn)
+        out = attend(*given, tiling)
+    return out if turn is None else rotate(out, turn, deterministic=deterministic)
 
 
-def attend(q, window, window_rows, main, main_rows, sink, scale, tiling: Tiling) -> Tensor:
-    """The op with chosen sizes."""
+def attend(
+    q, window, window_rows, main, main_rows, sink, scale, tiling: Tiling, turn: Tensor | None = None
+) -> Tensor:
+    """The op with chosen sizes; the sums of several parts are rotated by ``turn``."""
     (count, heads, width), parts = q.shape, tiling.parts
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not out.numel():
@@ -194,8 +203,13 @@ def attend(q, window, window_rows, main, main_rows, sink, scale, tiling: Tiling)
             num_stages=tiling.stages,
         )
     if parts > 1:
+        pairs = 0 if turn is None else turn.shape[1]
+        turns = lse if turn is None else torch.view_as_real(turn.resolve_conj()).contiguous()
         _join[count, heads](
-            sums, lse, sink, out, heads, parts, C=width, PARTS=triton.next_power_of_2(parts)
+            *(sums, lse, sink, turns, out, heads, parts),
+            C=width,
+            PARTS=triton.next_power_of_2(parts),
+            PAIRS=pairs,
         )
     return out
 
@@ -351,8 +365,19 @@ def _attend(
 
 @triton.jit
 @no_type_check
-def _join(sums_ptr, lse_ptr, sink_ptr, out_ptr, H, parts, C: tl.constexpr, PARTS: tl.constexpr):
-    """Weigh the parts of a query's head by their denominators, the sink among them."""
+def _join(
+    sums_ptr,
+    lse_ptr,
+    sink_ptr,
+    turns_ptr,
+    out_ptr,
+    H,
+    parts,
+    C: tl.constexpr,
+    PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Weigh the parts of a query's head by their denominators, the sink among them; rotate."""
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     part, columns = tl.arange(0, PARTS), tl.arange(0, C)
     at = (t * parts + part) * H + head
@@ -365,5 +390,14 @@ def _join(sums_ptr, lse_ptr, sink_ptr, out_ptr, H, parts, C: tl.constexpr, PARTS
     sums = tl.load(
         sums_ptr + at[:, None] * C + columns[None, :], mask=part[:, None] < parts, other=0.0
     )
-    out = tl.sum(sums * weights[:, None], 0) / total
-    tl.store(out_ptr + (t * H + head) * C + columns, out.to(out_ptr.dtype.element_ty))
+    out = (tl.sum(sums * weights[:, None], 0) / total).to(out_ptr.dtype.element_ty)
+    if PAIRS > 0:
+        even, odd = tl.split(tl.reshape(out.to(tl.float32), (C // 2, 2)))
+        pair = tl.arange(0, C // 2) - (C // 2 - PAIRS)
+        at = turns_ptr + 2 * (t * PAIRS + pair)
+        real = tl.load(at, mask=pair >= 0, other=1.0)
+        imaginary = tl.load(at + 1, mask=pair >= 0, other=0.0)
+        turned = tl.where(pair >= 0, even * real - odd * imaginary, even)
+        other = tl.where(pair >= 0, odd * real + even * imaginary, odd)
+        out = tl.reshape(tl.join(turned, other), (C,)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (t * H + head) * C + columns, out)

@@ -25,6 +25,12 @@ def sort_by_expert(
     return flat.argsort(stable=True), count_ids(flat, num_experts)
 
 
+def places_of(order: Int[Tensor, " pairs"]) -> Int[Tensor, " pairs"]:
+    """Where each pair stands in an order."""
+    numbers = torch.arange(order.shape[0], device=order.device)
+    return torch.empty_like(order).scatter_(0, order, numbers)
+
+
 @op
 def take_pairs(
     x: Float[Tensor, "T D"], order: Int[Tensor, " pairs"], top_k: int
@@ -39,6 +45,4 @@ def combine(
 ) -> Float[Tensor, "T D"]:
     """Undo ``order`` and sum each token's pairs, in at least float32."""
     wide = widened(outputs)
-    place = torch.empty_like(order)
-    place.scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-    return wide.index_select(0, place).view(-1, top_k, wide.shape[1]).sum(dim=1)
+    return wide.index_select(0, places_of(order)).view(-1, top_k, wide.shape[1]).sum(dim=1)

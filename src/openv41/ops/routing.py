@@ -7,7 +7,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from openv41.ops._dispatch import op
 from openv41.ops.experts import choose_experts, expert_weights
-from openv41.ops.pairs import sort_by_expert
+from openv41.ops.pairs import places_of, sort_by_expert
+from openv41.ops.routed import Routed
 
 
 @op
@@ -19,15 +20,18 @@ def route(
     scale: float,
     *,
     normalise: bool,
-) -> tuple[Int[Tensor, "T A"], Float[Tensor, "T A"]]:
-    """Experts of each token and their weights, from x W^T: has no gradient.
+) -> Routed:
+    """Experts of each token, their weights and the order of the pairs, from x W^T: no gradient.
 
-    As ``router_scores``, ``choose_experts`` and ``expert_weights`` one after the other.
+    As ``router_scores``, ``choose_experts``, ``expert_weights`` and ``sort_by_expert`` one after
+    the other.
     """
     smallest = torch.finfo(logits.dtype).tiny
     scores = F.softplus(logits / temperature).clamp(min=smallest).sqrt()
     chosen = choose_experts(scores, bias.expand_as(scores), top_k)
-    return chosen, expert_weights(scores, chosen, normalise=normalise, scale=scale)
+    weights = expert_weights(scores, chosen, normalise=normalise, scale=scale)
+    order, counts = sort_by_expert(chosen, len(bias))
+    return Routed(chosen, weights, order, places_of(order), counts)
 
 
 @op

@@ -1,7 +1,9 @@
 """Kernels of the routing of a few tokens, which launches dominate. Report §2.1.1.
 
-A program chooses for one token, best expert after best expert; another finds the places of a few
-pairs by comparing them with all others. Floors are those of an empty launch.
+A program chooses best expert after best expert, for all tokens where it can hold their scores: it
+then knows the places of all pairs from sums along both sides of what is chosen. Else programs
+choose for one token each, and others find the places of a few pairs by comparing them with all
+others. Floors are those of an empty launch.
 """
 
 from typing import no_type_check
@@ -13,32 +15,19 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from openv41.ops._dispatch import kernel
+from openv41.ops.pairs import places_of, sort_by_expert
+from openv41.ops.routed import Routed
 
 MOST_EXPERTS = 1024  # that a program holds
 MOST_PAIRS = 4096  # that are all compared
+MOST_SCORES = 1 << 13  # of all tokens, that one program holds
 BLOCK, CHUNK = 16, 256  # pairs of a program, and those that it compares them with at a time
 
 
 @triton.jit
 @no_type_check
-def _route(
-    logits,
-    bias,
-    chosen,
-    weights,
-    experts,
-    top_k,
-    temperature,
-    scale,
-    smallest,
-    lowest,
-    NORMALISE: tl.constexpr,
-    EXPERTS: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    ids = tl.arange(0, EXPERTS)
-    is_expert = ids < experts
-    x = tl.load(logits + token * experts + ids, mask=is_expert, other=0.0) / temperature
+def _choose(x, bias, ids, is_expert, top_k, smallest, lowest, EXPERTS: tl.constexpr):
+    """Scores of rows of logits [tokens, experts], and which experts each row chooses."""
     power = tl.exp(tl.minimum(x, 20.0))
     more = 1.0 + power
     # The logarithm of 1 + power, also where power is lost in the sum.
@@ -49,21 +38,62 @@ def _route(
     steered = score + tl.load(bias + ids, mask=is_expert, other=0.0).to(tl.float32)
     steered = tl.where(steered == steered, steered, lowest)  # noqa: PLR0124 -- likewise
     steered = tl.where(is_expert, steered, -float("inf"))
-    is_chosen = ids < 0
+    taken = tl.zeros(x.shape, tl.int32)
     for _ in range(top_k):
-        best = tl.min(tl.where(steered == tl.max(steered, 0), ids, EXPERTS), 0)
-        is_chosen = is_chosen | (ids == best)
-        steered = tl.where(ids == best, -float("inf"), steered)
-    if NORMALISE:
-        score = score / (tl.sum(tl.where(is_chosen, score, 0.0), 0) + 1e-20)
-    place = token * top_k + tl.cumsum(is_chosen.to(tl.int32), 0) - 1
-    tl.store(chosen + place, ids.to(tl.int64), mask=is_chosen)
-    tl.store(weights + place, score * scale, mask=is_chosen)
+        best = tl.max(steered, 1)[:, None]
+        first = tl.min(tl.where(steered == best, ids, EXPERTS), 1)[:, None]
+        taken = taken | (ids == first).to(tl.int32)
+        steered = tl.where(ids == first, -float("inf"), steered)
+    return score, taken
 
 
 @triton.jit
 @no_type_check
-def _order(ids, order, counts, pairs, experts, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+def _route(
+    logits,
+    bias,
+    chosen,
+    weights,
+    order,
+    places,
+    counts,
+    tokens,
+    experts,
+    top_k,
+    temperature,
+    scale,
+    smallest,
+    lowest,
+    NORMALISE: tl.constexpr,
+    ORDER: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """``TOKENS`` tokens; with ``ORDER`` they are all that there are."""
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    ids = tl.arange(0, EXPERTS)[None, :]
+    is_token, is_expert = token < tokens, ids < experts
+    x = tl.load(logits + token * experts + ids, mask=is_token & is_expert, other=0.0) / temperature
+    score, taken = _choose(x, bias, ids, is_expert, top_k, smallest, lowest, EXPERTS)
+    taken = tl.where(is_token, taken, 0)
+    is_chosen = taken > 0
+    if NORMALISE:
+        total = tl.sum(tl.where(is_chosen, score, 0.0), 1)
+        score = score / (total + 1e-20)[:, None]
+    pair = token * top_k + tl.cumsum(taken, 1) - 1
+    tl.store(chosen + pair, (ids + token * 0).to(tl.int64), mask=is_chosen)
+    tl.store(weights + pair, score * scale, mask=is_chosen)
+    if ORDER:
+        count = tl.sum(taken, 0)[None, :]
+        place = tl.cumsum(count, 1) - count + tl.cumsum(taken, 0) - 1
+        tl.store(order + place, pair, mask=is_chosen)
+        tl.store(places + pair, place.to(tl.int64), mask=is_chosen)
+        tl.store(counts + ids, count.to(tl.int64), mask=is_expert)
+
+
+@triton.jit
+@no_type_check
+def _order(ids, order, places, counts, pairs, experts, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(ids + pair, mask=pair < pairs, other=0)
     place = tl.zeros((BLOCK,), tl.int32)
@@ -77,6 +107,7 @@ def _order(ids, order, counts, pairs, experts, BLOCK: tl.constexpr, CHUNK: tl.co
         place += tl.sum(is_before.to(tl.int32), 1)
         count += tl.sum((taken == pair[:, None]).to(tl.int32), 1)  # as the number of an expert
     tl.store(order + place, pair.to(tl.int64), mask=pair < pairs)
+    tl.store(places + pair, place.to(tl.int64), mask=pair < pairs)
     tl.store(counts + pair, count.to(tl.int64), mask=pair < experts)
 
 
@@ -98,29 +129,52 @@ def route(
     scale: float,
     *,
     normalise: bool,
-) -> tuple[Int[Tensor, "T A"], Float[Tensor, "T A"]]:
-    """A token in a program."""
+) -> Routed:
+    """All tokens in one program, or a token in a program and then the order."""
     tokens, experts = logits.shape
     chosen = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
-    limits = torch.finfo(logits.dtype)
-    if chosen.numel():
-        _route[(tokens,)](
-            logits.contiguous(),
-            bias.contiguous(),
-            chosen,
-            weights,
-            experts,
-            top_k,
-            float(temperature),
-            float(scale),
-            limits.tiny,
-            limits.min,
-            NORMALISE=normalise and top_k > 1,
-            EXPERTS=triton.next_power_of_2(experts),
-            num_warps=1 if experts <= 128 else 4,
-        )
-    return chosen, weights
+    order, places = torch.empty_like(chosen.flatten()), torch.empty_like(chosen.flatten())
+    counts = chosen.new_empty(experts)
+    if not chosen.numel():
+        return Routed(chosen, weights, order, places, counts.zero_())
+    limits, width = torch.finfo(logits.dtype), triton.next_power_of_2(experts)
+    held = triton.next_power_of_2(tokens)
+    is_whole = held * width <= MOST_SCORES
+    held = held if is_whole else 1
+    _route[(triton.cdiv(tokens, held),)](
+        logits.contiguous(),
+        bias.contiguous(),
+        *(chosen, weights, order, places, counts),
+        *(tokens, experts, top_k),
+        float(temperature),
+        float(scale),
+        limits.tiny,
+        limits.min,
+        NORMALISE=normalise and top_k > 1,
+        ORDER=is_whole,
+        TOKENS=held,
+        EXPERTS=width,
+        num_warps=min(16, max(1, held * width // 256)),
+    )
+    if not is_whole:
+        order, places, counts = _sorted(chosen, experts)
+    return Routed(chosen, weights, order, places, counts)
+
+
+def _sorted(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Order, places and counts of the pairs."""
+    pairs, ids = ids.numel(), ids.contiguous()
+    if pairs > MOST_PAIRS:
+        order, counts = sort_by_expert(ids, experts)
+        return order, places_of(order), counts
+    order, places = (torch.empty(pairs, dtype=torch.int64, device=ids.device) for _ in range(2))
+    counts = torch.empty(experts, dtype=torch.int64, device=ids.device)
+    grid = (triton.cdiv(max(pairs, experts), BLOCK),)
+    _order[grid](
+        *(ids, order, places, counts, pairs, experts), BLOCK=BLOCK, CHUNK=CHUNK, num_warps=4
+    )
+    return order, places, counts
 
 
 def _refuse_order(expert_ids: Tensor, num_experts: int) -> str | None:
@@ -134,17 +188,5 @@ def order_pairs(
     expert_ids: Int[Tensor, "T A"], num_experts: int
 ) -> tuple[Int[Tensor, " pairs"], Int[Tensor, " E"]]:
     """A few pairs, and a few experts' counts, in a program."""
-    pairs = expert_ids.numel()
-    order = torch.empty(pairs, dtype=torch.int64, device=expert_ids.device)
-    counts = torch.empty(num_experts, dtype=torch.int64, device=expert_ids.device)
-    _order[(triton.cdiv(max(pairs, num_experts), BLOCK),)](
-        expert_ids.contiguous(),
-        order,
-        counts,
-        pairs,
-        num_experts,
-        BLOCK=BLOCK,
-        CHUNK=CHUNK,
-        num_warps=4,
-    )
+    order, _, counts = _sorted(expert_ids, num_experts)
     return order, counts
